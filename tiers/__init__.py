@@ -1,0 +1,1 @@
+"""Bytes at rest: segments, slabs, grants, sums. Imports nothing else of ucxkv."""

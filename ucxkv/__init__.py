@@ -1,0 +1,1 @@
+"""ucxkv: an asyncio service on UCX that stores the attention KV cache of LLM inference."""
