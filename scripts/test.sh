@@ -1,0 +1,133 @@
+#!/usr/bin/env bash
+# Every check of the project, from a clean clone, in its own environments: style, types, tests, the C code under
+# sanitizers, a short fuzz of the wire decoder, and the tests that need torch in a second environment.
+#
+#   bash scripts/test.sh              everything; 20 minutes at most on 2 busy cores
+#   bash scripts/test.sh --quick      style, types and the tests not marked slow; no sanitizers, no fuzz, no torch
+#   bash scripts/test.sh -- -k slots  what follows -- goes to pytest (and --quick's steps only)
+#
+# All steps run even when one fails; the exit code is 0 only when all passed. The last line counts the tests.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+. scripts/env.sh
+
+usage() {
+  sed -n '2,9p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
+  cat <<'T'
+Options:
+  --quick           see above
+  --torch           only the torch step
+  --no-torch        everything but the torch step
+  --sanitize        only the C code under sanitizers
+  --fuzz SECONDS    fuzz the wire decoder that long (default 20 s in a full run); alone it is the only step
+  --help            this text
+T
+}
+
+with_style=1 with_tests=1 with_sanitize=1 with_torch=1 fuzz_s=20 quick=0 pytest_args=() only=()
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --quick) quick=1 with_sanitize=0 with_torch=0 fuzz_s=0 ;;
+    --torch) only+=(torch) ;;
+    --no-torch) with_torch=0 ;;
+    --sanitize) only+=(sanitize) ;;
+    --fuzz)
+      case "${2:-}" in '' | *[!0-9]*) echo "--fuzz needs a number of seconds" >&2; exit 2 ;; esac
+      only+=(fuzz) fuzz_s="$2"
+      shift
+      ;;
+    --help | -h) usage; exit 0 ;;
+    --) shift; pytest_args=("$@"); quick=1 with_style=0 with_sanitize=0 with_torch=0 fuzz_s=0; break ;;
+    *) echo "unknown option: $1" >&2; usage >&2; exit 2 ;;
+  esac
+  shift
+done
+if [ "${#only[@]}" -gt 0 ]; then
+  fuzz_kept="$fuzz_s" with_style=0 with_tests=0 with_sanitize=0 with_torch=0 fuzz_s=0
+  for step in "${only[@]}"; do
+    case "$step" in
+      torch) with_torch=1 ;;
+      sanitize) with_sanitize=1 ;;
+      fuzz) fuzz_s="$fuzz_kept" ;;
+    esac
+  done
+fi
+
+reports="$(mktemp -d)"
+trap 'rm -rf "$reports"' EXIT
+summary=() failed_steps=0
+
+step() {
+  # step NAME SECONDS COMMAND...: a header, the command under a time limit, its outcome and how long it took.
+  local name="$1" limit_s="$2" started=$SECONDS code outcome=passed
+  shift 2
+  printf '\n== %s  (%d s since the start)\n' "$name" "$SECONDS"
+  timeout --kill-after=10 "$limit_s" "$@" </dev/null
+  code=$?
+  if [ "$code" -ne 0 ]; then
+    failed_steps=$((failed_steps + 1)) outcome="FAILED (exit $code)"
+    [ "$code" -ne 124 ] || outcome="FAILED (over its $limit_s s)"
+  fi
+  summary+=("$(printf '%-34s %4d s  %s' "$name" $((SECONDS - started)) "$outcome")")
+}
+
+environment() {
+  # environment FOLDER EXTRAS [REQUIREMENT...]: as a step of its own; without it nothing else can run.
+  printf '\n== environment %s  (%d s since the start)\n' "$1" "$SECONDS"
+  ucxkv_env "$@" || { echo "the environment $1 could not be made" >&2; return 1; }
+}
+
+count_tests() {
+  # Sums the JUnit reports: the plain closing line of the whole run.
+  "$UCXKV_PYTHON" - "$reports" <<'PY'
+import pathlib, sys
+import xml.etree.ElementTree as tree
+total = failed = skipped = 0
+for path in pathlib.Path(sys.argv[1]).glob("*.xml"):
+    for suite in tree.parse(path).getroot().iter("testsuite"):
+        total += int(suite.get("tests", 0))
+        failed += int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+        skipped += int(suite.get("skipped", 0))
+print(f"{total - failed - skipped} passed, {failed} failed, {skipped} skipped")
+PY
+}
+
+torch_step() {
+  # The torch tests, then the example on a small random model, in an environment that has torch.
+  environment .venv-torch test,example "${UCXKV_TORCH:-torch==2.13.0}" || { failed_steps=$((failed_steps + 1)); return; }
+  step "pytest -m torch" 600 "$UCXKV_PYTHON" -m pytest -m torch --junitxml="$reports/torch.xml" tests
+  if [ -e examples/reuse_kv.py ]; then
+    step "example: reuse_kv on a random model" 300 "$UCXKV_PYTHON" examples/reuse_kv.py --tiny --json
+  fi
+}
+
+if ((with_style || with_tests || with_sanitize || fuzz_s)); then
+  environment .venv test || exit 1
+fi
+if ((with_style)); then
+  step "ruff check" 120 ruff check .
+  step "ruff format" 120 ruff format --check .
+  step "mypy" 300 mypy
+fi
+if ((with_tests)); then
+  marks="not torch"
+  ((quick)) && marks="not torch and not slow"
+  step "pytest" 1200 "$UCXKV_PYTHON" -m pytest -m "$marks" --junitxml="$reports/core.xml" ${pytest_args[@]+"${pytest_args[@]}"}
+fi
+if ((with_sanitize)); then
+  step "sanitizers" 600 bash scripts/sanitize.sh all
+fi
+if ((fuzz_s)); then
+  step "fuzz: wire decoder, $fuzz_s s" $((fuzz_s + 120)) bash scripts/fuzz.sh "$fuzz_s"
+fi
+if ((with_torch)); then
+  torch_step
+fi
+
+printf '\n== summary  (%d s)\n' "$SECONDS"
+printf '%s\n' ${summary[@]+"${summary[@]}"}
+if [ "$failed_steps" -ne 0 ]; then
+  echo "steps failed: $failed_steps"
+fi
+count_tests
+[ "$failed_steps" -eq 0 ]
