@@ -1,0 +1,170 @@
+"""What the client's calls answer: plain values, one status a key."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ucxkv.directory import DeleteStatus, PutStatus, ReadStatus
+from ucxkv.errors import Overloaded, Unavailable, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+U8 = npt.NDArray[np.uint8]
+U64 = npt.NDArray[np.uint64]
+
+__all__ = ["DeleteStatus", "GetResult", "KeyInfo", "Match", "NodeStatus", "Part", "PeerInfo", "PutResult", "PutStatus", "ReadStatus"]
+
+_STORED_OR_ALREADY = (PutStatus.STORED, PutStatus.ALREADY, PutStatus.SEALED)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of a block a call moves: `index` of `count`, as a tensor-parallel rank does.
+
+    put_id: the same number for all parts of one put (a request id); parts of different puts never mix in one block.
+    """
+
+    index: int
+    count: int
+    put_id: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= 255 or not 0 <= self.index < self.count:
+            raise UsageError(f"Part(index={self.index}, count={self.count}): index must be in 0..count-1 and count in 1..255")
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """One PutStatus a key, in the order of the call."""
+
+    status: U8
+
+    @property
+    def stored(self) -> int:
+        """Blocks that this call made visible."""
+        return int(np.count_nonzero(self.status == PutStatus.STORED))
+
+    @property
+    def ok(self) -> bool:
+        """True when every block is in the store now (or its part is), whoever wrote it."""
+        return bool(np.isin(self.status, _STORED_OR_ALREADY).all())
+
+    def raise_for_status(self) -> PutResult:
+        """Return self when `ok`; else raise UsageError (ORDER), Overloaded (BUSY, NO_SPACE) or Unavailable for the first failure."""
+        for i, value in enumerate(self.status.tolist()):
+            status = PutStatus(value)
+            if status in _STORED_OR_ALREADY:
+                continue
+            where = f"block {i} of {len(self.status)}"
+            if status is PutStatus.ORDER:
+                raise UsageError(f"{where}: its parent is not visible; put the parent first")
+            if status is PutStatus.UNAVAILABLE:
+                raise Unavailable(f"{where}: its node is gone or did not answer in time; recompute, or put again later")
+            raise Overloaded(f"{where}: {status.name}; retry after a short wait")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class GetResult:
+    """One ReadStatus a key; only a HIT's bytes are defined.
+
+    lengths: u64[n], bytes of the stored value where known. values: bytes (None unless HIT) when the call had no `into`.
+    sources: hits by node name.
+    """
+
+    status: U8
+    lengths: U64
+    values: list[bytes | None] | None = None
+    sources: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def hits(self) -> int:
+        """Number of keys answered with verified bytes."""
+        return int(np.count_nonzero(self.status == ReadStatus.HIT))
+
+    @property
+    def nbytes(self) -> int:
+        """Verified bytes delivered."""
+        return int(self.lengths[self.status == ReadStatus.HIT].sum())
+
+    @property
+    def leading(self) -> int:
+        """Length of the leading run of hits: what an engine may use of a prefix."""
+        misses = np.flatnonzero(self.status != ReadStatus.HIT)
+        return int(misses[0]) if len(misses) else len(self.status)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest visible prefix of a chain.
+
+    blocks: its length. tiers: u8[blocks] (1 = host). load_s: f64[blocks], estimated seconds to load each.
+    """
+
+    blocks: int
+    tiers: U8
+    load_s: npt.NDArray[np.float64]
+
+
+class PathKind(enum.StrEnum):
+    """How this client reads a node's memory."""
+
+    MAPPED = "mapped"
+    MESSAGE = "message"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerInfo:
+    """One node as this client sees it; `why` says why the path was chosen, or why the node is not reachable."""
+
+    name: str
+    address: str
+    path: PathKind
+    why: str
+    alive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KeyInfo:
+    """One visible block."""
+
+    key: bytes
+    nbytes: int
+    tier: int
+    parts: int
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """A node's report. numbers: levels and totals by name (see docs/metrics.md); facts: texts such as the page kind."""
+
+    name: str
+    address: str
+    version: str
+    epoch: int
+    uptime_s: float
+    numbers: dict[str, float]
+    facts: dict[str, str]
+
+    def __getattr__(self, name: str) -> float:
+        try:
+            return self.numbers[name]
+        except KeyError:
+            raise AttributeError(f"a node reports no {name!r}; known: {', '.join(sorted(self.numbers))}") from None
+
+
+def merged_sources(parts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Hits by node over several answers."""
+    total: dict[str, int] = {}
+    for part in parts:
+        for name, hits in part.items():
+            total[name] = total.get(name, 0) + hits
+    return total

@@ -1,0 +1,61 @@
+"""What a node is told at start: one frozen value, each field with its unit and the reason for its default."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def _default_name() -> str:
+    return socket.gethostname()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """Settings of one node. Every field has a default that works on a laptop."""
+
+    name: str = field(default_factory=_default_name)
+    """Unique in the cluster; placement hashes it, so a node that returns under its name keeps its share of the keys."""
+    listen: str = "127.0.0.1:13337"
+    """host:port (or [ipv6]:port) of the control listener; port 0 takes a free one. Loopback by default: UCX does not encrypt."""
+    host_bytes: int = 1 * GIB
+    """Bytes of host memory for blocks; taken and populated at start, so that no get or put ever waits for the kernel."""
+    huge_pages: str = "auto"
+    """auto | never | require. Huge pages spare the TLB on large copies; auto falls back to 4 KiB pages and says so."""
+    slots_count: int = 0
+    """Blocks the directory can hold; 0 = one for every 16 KiB of host_bytes, at least 65,536 (64 + 32 bytes each)."""
+    join: tuple[str, ...] = ()
+    """Addresses of nodes to join; one that answers is enough."""
+    advertise: str = ""
+    """Address that others are told, when `listen` is not what they can reach (0.0.0.0, NAT)."""
+    token: str = ""
+    """Shared secret; empty = anyone who reaches the port may read and write."""
+    grace_ms: int = 5
+    """Time between hiding a block and reusing its memory; readers prove their bytes anyway, this makes retries rare."""
+    free_low: float = 0.04
+    """Eviction starts when less than this share of host_bytes is free or about to be..."""
+    free_high: float = 0.08
+    """...and ends at this share: puts then find memory without waiting."""
+    grant_share_max: float = 0.125
+    """Largest share of host_bytes that may be granted to one connection ahead of its puts."""
+    put_deadline_ms: int = 30_000
+    """A multi-part put whose parts have not all come by then is dropped and its memory freed."""
+    lease_ms_max: int = 600_000
+    """Longest lease; a reader that wants more renews."""
+    connections_max: int = 4096
+    """Control connections served at once; more are refused with a clear answer."""
+    handshake_ms_max: int = 5_000
+    """A connection that has not finished its handshake by then is closed."""
+    message_path: bool = True
+    """Serve look-ups, reads and writes over UCX active messages too (clients on other hosts need it)."""
+    ucx_library: str = ""
+    """Path of libucp.so.0 to use; empty = a system UCX with verbs, else the one of the libucx wheel."""
+    metrics_listen: str = ""
+    """host:port of the Prometheus endpoint; empty = none."""
+
+    def slots(self) -> int:
+        """Capacity of the slot table."""
+        return self.slots_count or max(65_536, self.host_bytes // (16 << 10))

@@ -1,0 +1,342 @@
+"""Control messages, as frozen msgspec structs encoded as msgpack arrays.
+
+Every message has a type code (class constant `CODE`, in the frame's `type` field) and travels as the frame's payload.
+Fields are only ever appended, with defaults, within one wire version; anything else raises `WIRE_VERSION`.
+Arrays travel as raw little-endian bytes so that nothing is boxed a key: `keys` and `parents` are n x 16 bytes,
+`offsets` n x u64, `lengths` n x u32, `regions` n x u16, `sums` n x u64, `status` n x u8.
+
+| direction | request -> answer |
+|---|---|
+| any -> node | Hello -> Welcome, or Challenge; Proof -> Welcome |
+| client -> node | Grant -> Granted; Put, PutPart -> PutDone; LeaseKeys -> Leased; Renew, Release -> Done; Delete -> Statuses |
+| client -> node | ListKeys -> KeyPage; GetStatus -> NodeReport; GetRegions -> Regions; GetMembers, Join -> Members |
+| client -> node, one way | Touch, Bye |
+| node -> node | Adopt -> Statuses; Reclaim -> Done; one way: Surrender |
+| node -> client, one way | Members (the membership changed) |
+| any | Failure answers any request that could not be carried out |
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import msgspec
+
+UInt = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """Base of all control messages; `CODE` is the frame's type."""
+
+    CODE: ClassVar[int] = 0
+
+
+class Failure(Message, frozen=True):
+    """A request that was understood and not carried out. `kind` names the error class of `ucxkv.errors`."""
+
+    CODE: ClassVar[int] = 1
+    kind: str
+    text: str
+    retry_after_ms: UInt = 0
+
+
+class Hello(Message, frozen=True):
+    """First message of a connection. `host` is the kernel's boot id; `nonce` is 16 random bytes of the caller."""
+
+    CODE: ClassVar[int] = 2
+    wire_version: int
+    version: str
+    role: str  # "client" | "node"
+    name: str
+    host: str
+    pid: UInt
+    nonce: bytes
+    want_memory: bool = False  # on a Unix socket: pass the descriptors of the slot table and the segments
+    data_address: bytes = b""  # the caller's UCX worker address, for the message path
+
+
+class Challenge(Message, frozen=True):
+    """The node wants proof of the shared token; `proof` is its own, over the caller's nonce."""
+
+    CODE: ClassVar[int] = 3
+    nonce: bytes
+    proof: bytes
+
+
+class Proof(Message, frozen=True):
+    """HMAC-SHA256(token, node nonce + caller nonce)."""
+
+    CODE: ClassVar[int] = 4
+    proof: bytes
+
+
+class MemberInfo(Message, frozen=True):
+    """One node of the cluster as the others know it."""
+
+    CODE: ClassVar[int] = 5
+    node_id: UInt
+    name: str
+    address: str
+    epoch: UInt
+    weight: float = 1.0
+
+
+class SegmentInfo(Message, frozen=True):
+    """One region of the node's shard: which node's segment it is, and how to reach it by UCX."""
+
+    CODE: ClassVar[int] = 6
+    region: UInt
+    node_id: UInt
+    epoch: UInt
+    segment: UInt
+    size_bytes: UInt
+
+
+class Welcome(Message, frozen=True):
+    """The connection is open. Descriptors (slot table first, then own segments in region order) come with it when asked."""
+
+    CODE: ClassVar[int] = 7
+    wire_version: int
+    version: str
+    node_id: UInt
+    name: str
+    address: str
+    epoch: UInt
+    host: str
+    local_name: str  # abstract Unix socket of the node, "" when it has none
+    session: int  # u64, proves this connection on the data path
+    table_bytes: UInt
+    table_capacity: UInt
+    value_bytes_max: UInt
+    regions: list[SegmentInfo]
+    members: list[MemberInfo]
+    data_address: bytes = b""  # UCX worker address of the data service, empty when it is off
+    data_why_off: str = ""
+
+
+class Grant(Message, frozen=True):
+    """Ask for `count` extents that hold `length` bytes each."""
+
+    CODE: ClassVar[int] = 10
+    length: UInt
+    count: UInt
+
+
+class Granted(Message, frozen=True):
+    """Extents lent to this connection, each of `capacity` bytes; fewer than asked when the node is short."""
+
+    CODE: ClassVar[int] = 11
+    capacity: UInt
+    regions: bytes
+    offsets: bytes
+    retry_after_ms: UInt = 0
+
+
+class Put(Message, frozen=True):
+    """Commit n single-part blocks whose bytes lie in extents granted to this connection.
+
+    refill_length: ask for as many new extents of this size as were used, in the answer.
+    """
+
+    CODE: ClassVar[int] = 12
+    keys: bytes
+    parents: bytes
+    regions: bytes
+    offsets: bytes
+    lengths: bytes
+    sums: bytes
+    refill_length: UInt = 0
+
+
+class PutPart(Message, frozen=True):
+    """Seal one part of n blocks; `owners` is the node id whose segment holds each extent (0: this node)."""
+
+    CODE: ClassVar[int] = 13
+    keys: bytes
+    parents: bytes
+    segments: bytes
+    offsets: bytes
+    lengths: bytes
+    sums: bytes
+    part: UInt
+    parts: UInt
+    put_id: UInt
+    owner: int  # node id that granted the extents
+    owner_session: int  # the session they were granted to
+    deadline_ms: UInt
+
+
+class PutDone(Message, frozen=True):
+    """Per block status; extents of blocks that were not stored stay granted. `refill_*` as in Granted."""
+
+    CODE: ClassVar[int] = 14
+    status: bytes
+    shard: UInt
+    epoch: UInt
+    index: UInt
+    refill_capacity: UInt = 0
+    refill_regions: bytes = b""
+    refill_offsets: bytes = b""
+    retry_after_ms: UInt = 0
+
+
+class Touch(Message, frozen=True):
+    """Keys read since the last report, in the order read; one-sided reads are invisible to the node."""
+
+    CODE: ClassVar[int] = 16
+    keys: bytes
+
+
+class LeaseKeys(Message, frozen=True):
+    """Hold these blocks in place for `ttl_ms`."""
+
+    CODE: ClassVar[int] = 17
+    keys: bytes
+    ttl_ms: UInt
+
+
+class Leased(Message, frozen=True):
+    """`lease` is 0 when nothing was granted; `status` is 0 (granted) or 1 (miss) a key."""
+
+    CODE: ClassVar[int] = 18
+    lease: UInt
+    ttl_ms: UInt
+    status: bytes
+
+
+class Renew(Message, frozen=True):
+    """Start the lease's time anew."""
+
+    CODE: ClassVar[int] = 19
+    lease: UInt
+    ttl_ms: UInt
+
+
+class Release(Message, frozen=True):
+    """End the lease now."""
+
+    CODE: ClassVar[int] = 20
+    lease: UInt
+
+
+class Done(Message, frozen=True):
+    """Carried out; `ok` false: there was nothing to do it to (an expired lease, an unknown member)."""
+
+    CODE: ClassVar[int] = 21
+    ok: bool = True
+    value: UInt = 0
+
+
+class Delete(Message, frozen=True):
+    """Remove blocks; one with visible children that are not in the same call stays (ORDER)."""
+
+    CODE: ClassVar[int] = 22
+    keys: bytes
+
+
+class Statuses(Message, frozen=True):
+    """One u8 a key; the meaning depends on the request."""
+
+    CODE: ClassVar[int] = 23
+    status: bytes
+
+
+class ListKeys(Message, frozen=True):
+    """Visible blocks from `cursor` on."""
+
+    CODE: ClassVar[int] = 24
+    cursor: UInt
+    limit: UInt
+
+
+class KeyPage(Message, frozen=True):
+    """`next_cursor` is -1 at the end. tiers and parts are u8."""
+
+    CODE: ClassVar[int] = 25
+    next_cursor: int
+    keys: bytes
+    lengths: bytes
+    tiers: bytes
+    parts: bytes
+
+
+class GetStatus(Message, frozen=True):
+    """Ask for the node's report."""
+
+    CODE: ClassVar[int] = 26
+
+
+class NodeReport(Message, frozen=True):
+    """What `ucxkv status` shows; numbers are totals since start unless they are named as levels."""
+
+    CODE: ClassVar[int] = 27
+    name: str
+    address: str
+    version: str
+    epoch: UInt
+    uptime_s: float
+    numbers: dict[str, float]
+    facts: dict[str, str]
+
+
+class GetRegions(Message, frozen=True):
+    """Ask for the shard's region table."""
+
+    CODE: ClassVar[int] = 28
+
+
+class Regions(Message, frozen=True):
+    """All regions that slots of this shard may name."""
+
+    CODE: ClassVar[int] = 29
+    regions: list[SegmentInfo]
+
+
+class GetMembers(Message, frozen=True):
+    """Ask for the membership."""
+
+    CODE: ClassVar[int] = 30
+
+
+class Members(Message, frozen=True):
+    """The nodes as the sender knows them, itself included."""
+
+    CODE: ClassVar[int] = 31
+    members: list[MemberInfo]
+
+
+class Join(Message, frozen=True):
+    """A node makes itself known; the answer is Members."""
+
+    CODE: ClassVar[int] = 32
+    member: MemberInfo
+
+
+class Adopt(Message, frozen=True):
+    """Node to node: your extents, granted to `session`, now belong to my shard's blocks. Answer: Statuses, 0 = adopted."""
+
+    CODE: ClassVar[int] = 33
+    session: UInt
+    segments: bytes
+    offsets: bytes
+
+
+class Surrender(Message, frozen=True):
+    """Node to node, one way: my shard needs these extents of yours no longer."""
+
+    CODE: ClassVar[int] = 34
+    segments: bytes
+    offsets: bytes
+
+
+class Reclaim(Message, frozen=True):
+    """Node to node: please evict about `nbytes` of your blocks that lie in my segments."""
+
+    CODE: ClassVar[int] = 35
+    nbytes: UInt
+
+
+class Bye(Message, frozen=True):
+    """One way: this connection ends in good order and its process writes into none of its extents any more."""
+
+    CODE: ClassVar[int] = 36
