@@ -1,0 +1,85 @@
+"""A node's settings: file, flags and token; everything wrong is refused by name before a node starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ucxkv.config import TOKEN_VARIABLE, load_config, node_config
+from ucxkv.errors import SetupError
+from ucxkv.node.config import NodeConfig
+
+
+def _file(folder: Path, text: str) -> Path:
+    path = folder / "node.toml"
+    path.write_text(text)
+    return path
+
+
+def test_without_file_and_flags_the_defaults_stand(tmp_path: Path) -> None:
+    """Goal: a laptop needs no configuration. Method: an empty file and no file give NodeConfig()."""
+    assert node_config(environ={}) == NodeConfig()
+    assert node_config(_file(tmp_path, ""), environ={}) == NodeConfig()
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    """Goal: the documented order. Method: one key set in both, one in the file only, one nowhere."""
+    path = _file(tmp_path, '[node]\nname = "from-file"\nhost_bytes = "2GiB"\njoin = ["127.0.0.1:1", "[::1]:2"]\n')
+    config = node_config(path, {"name": "from-flag", "listen": None}, environ={})
+    assert config.name == "from-flag"
+    assert config.host_bytes == 2 << 30
+    assert config.join == ("127.0.0.1:1", "[::1]:2")
+    assert config.listen == NodeConfig().listen
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[node]\nhost_byte = 1\n", "host_bytes"),
+        ("[node]\nsomething_else = 1\n", "something_else"),
+        ("[nodes]\nname = 'a'\n", "nodes"),
+        ("name = 'a'\n", "name"),
+        ("[node]\nhost_bytes = '1G'\n", "1G"),
+        ("[node]\nhost_bytes = 100\n", "host_bytes"),
+        ("[node]\nhost_bytes = true\n", "host_bytes"),
+        ("[node]\nlisten = 'localhost'\n", "localhost"),
+        ("[node]\nlisten = '2605:340::1:13337x'\n", "2605:340::1:13337x"),
+        ("[node]\njoin = '127.0.0.1:1'\n", "join"),
+        ("[node]\nhuge_pages = 'yes'\n", "huge_pages"),
+        ("[node]\nfree_low = 0.9\n", "free_low"),
+        ("[node]\nconnections_max = 0\n", "connections_max"),
+        ("[node]\nname = ''\n", "name"),
+        ("[node\n", "node.toml"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(tmp_path: Path, text: str, named: str) -> None:
+    """Goal: a misspelt key never silently means its default. Method: each bad file raises SetupError naming it."""
+    with pytest.raises(SetupError) as caught:
+        load_config(_file(tmp_path, text))
+    assert named in str(caught.value)
+
+
+def test_a_missing_file_is_a_setup_error(tmp_path: Path) -> None:
+    """Goal: no traceback for an operator. Method: a path that does not exist."""
+    with pytest.raises(SetupError, match="--config"):
+        load_config(tmp_path / "absent.toml")
+
+
+def test_the_token_comes_from_a_private_file_or_the_environment(tmp_path: Path) -> None:
+    """Goal: no secret on a command line. Method: environment, file, file open to others, empty."""
+    assert node_config(environ={TOKEN_VARIABLE: "from-environment"}).token == "from-environment"
+    secret = tmp_path / "secret"
+    secret.write_text("from-file\n")
+    os.chmod(secret, 0o600)
+    path = _file(tmp_path, '[node]\ntoken_file = "secret"\n')
+    assert node_config(path, environ={TOKEN_VARIABLE: "other"}).token == "from-file"
+    assert node_config(None, {"token_file": secret}, environ={}).token == "from-file"
+    os.chmod(secret, 0o644)
+    with pytest.raises(SetupError, match="chmod 600"):
+        node_config(path, environ={})
+    os.chmod(secret, 0o600)
+    secret.write_text("\n")
+    with pytest.raises(SetupError, match="empty"):
+        node_config(path, environ={})

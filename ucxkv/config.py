@@ -1,0 +1,160 @@
+"""A node's settings from one TOML file, the environment's token and flags, checked once, here.
+
+Later sources win: NodeConfig's defaults, then the file's table `[node]`, then flags. Keys are NodeConfig's field names,
+plus `token_file`. An unknown key is refused by name, so that a misspelt one never silently means its default. Sizes are
+written as in `ucxkv.sizes`.
+
+    [node]
+    name = "n1"
+    listen = "127.0.0.1:13337"
+    host_bytes = "4GiB"
+    join = ["127.0.0.1:13338"]
+    token_file = "cluster.token"
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from ucxkv.errors import SetupError, UsageError
+from ucxkv.node.config import NodeConfig
+from ucxkv.sizes import parse_size
+from ucxkv.transport.address import AddressError, TcpAddress, parse_address
+
+__all__ = ["TOKEN_VARIABLE", "load_config", "node_config", "token_from"]
+
+TOKEN_VARIABLE = "UCXKV_TOKEN"
+_FIELDS = {field.name for field in dataclasses.fields(NodeConfig)}
+_HUGE_PAGES = ("auto", "never", "require")
+_HOST_BYTES_MIN = 1 << 20
+
+
+def load_config(path: str | os.PathLike[str]) -> NodeConfig:
+    """The settings of a TOML file's table `[node]`. Raises SetupError that names the file, the key and the fix."""
+    return node_config(path)
+
+
+def node_config(
+    path: str | os.PathLike[str] | None = None,
+    flags: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> NodeConfig:
+    """Merge defaults, the file at `path` and `flags` (a value of None = flag not given), and check the result.
+
+    environ: where TOKEN_VARIABLE is looked up when neither file nor flags give a token; default: this process's.
+    Raises SetupError.
+    """
+    values = _from_file(Path(path)) if path is not None else {}
+    origin = dict.fromkeys(values, f"{path}")
+    for key, value in (flags or {}).items():
+        if value is not None:
+            values[key] = value
+            origin[key] = "--" + key.replace("_", "-")
+    if origin.get("token_file", "").startswith("--"):
+        values.pop("token", None)
+    folder = Path(path).parent if path is not None and origin.get("token_file") == f"{path}" else Path()
+    token_file = values.pop("token_file", None)
+    if not values.get("token"):
+        token = token_from(folder / str(token_file) if token_file else None, environ)
+        if token:
+            values["token"] = token
+    if isinstance(values.get("host_bytes"), str):
+        try:
+            values["host_bytes"] = parse_size(str(values["host_bytes"]))
+        except UsageError as exc:
+            raise SetupError(f"{origin['host_bytes']}: host_bytes: {exc}") from exc
+    try:
+        config = msgspec.convert(values, NodeConfig)
+    except msgspec.ValidationError as exc:
+        raise SetupError(f"{_sources(origin)}: {exc}", fix="see the key's type in ucxkv/node/config.py") from exc
+    _check(config, origin)
+    return config
+
+
+def token_from(path: Path | None, environ: Mapping[str, str] | None = None) -> str:
+    """The shared secret: the file's text without surrounding white space, else TOKEN_VARIABLE, else empty.
+
+    Raises SetupError when the file cannot be read, is empty, or may be read by others.
+    """
+    if path is None:
+        return (os.environ if environ is None else environ).get(TOKEN_VARIABLE, "")
+    try:
+        mode = path.stat().st_mode
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise SetupError(f"token file {path}: {exc}", fix="name a readable text file") from exc
+    if mode & 0o077:
+        raise SetupError(
+            f"token file {path} may be read by others", found=f"mode {mode & 0o777:o}", fix=f"chmod 600 {path}"
+        )
+    if not token:
+        raise SetupError(f"token file {path} is empty", fix=f"openssl rand -hex 32 > {path}")
+    return token
+
+
+def _from_file(path: Path) -> dict[str, object]:
+    try:
+        tables = tomllib.loads(path.read_text())
+    except OSError as exc:
+        raise SetupError(f"configuration {path}: {exc.strerror}", fix="check the path given to --config") from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise SetupError(f"configuration {path} is no TOML: {exc}") from exc
+    for name in tables:
+        if name != "node":
+            raise SetupError(f"configuration {path}: unknown table or key {name!r}", needed="one table, [node]")
+    values = tables.get("node", {})
+    if not isinstance(values, dict):
+        raise SetupError(f"configuration {path}: node is no table", needed="a line [node], then key = value")
+    for key in values:
+        if key not in _FIELDS and key != "token_file":
+            near = difflib.get_close_matches(key, sorted(_FIELDS | {"token_file"}), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(_FIELDS | {'token_file'}))}"
+            raise SetupError(f"configuration {path}: unknown key {key!r} in [node]; {hint}")
+    return dict(values)
+
+
+def _check(config: NodeConfig, origin: Mapping[str, str]) -> None:
+    """Refuse what would fail later and less clearly."""
+
+    def refuse(key: str, found: object, needed: str) -> SetupError:
+        return SetupError(f"{origin.get(key, 'default')}: {key}", found=repr(found), needed=needed)
+
+    if not config.name or len(config.name) > 128 or not config.name.isprintable():
+        raise refuse("name", config.name, "1 to 128 printable characters")
+    if config.huge_pages not in _HUGE_PAGES:
+        raise refuse("huge_pages", config.huge_pages, " | ".join(_HUGE_PAGES))
+    if config.host_bytes < _HOST_BYTES_MIN:
+        raise refuse("host_bytes", config.host_bytes, "at least 1MiB")
+    for key in ("free_low", "free_high", "grant_share_max"):
+        if not 0 < getattr(config, key) < 1:
+            raise refuse(key, getattr(config, key), "a share between 0 and 1")
+    if config.free_low > config.free_high:
+        raise refuse("free_low", config.free_low, f"at most free_high ({config.free_high})")
+    for key in ("grace_ms", "slots_count"):
+        if getattr(config, key) < 0:
+            raise refuse(key, getattr(config, key), "0 or more")
+    for key in ("put_deadline_ms", "lease_ms_max", "connections_max", "handshake_ms_max"):
+        if getattr(config, key) < 1:
+            raise refuse(key, getattr(config, key), "1 or more")
+    addresses = {"listen": (config.listen,), "join": config.join, "advertise": (config.advertise,)}
+    addresses["metrics_listen"] = (config.metrics_listen,)
+    for key, texts in addresses.items():
+        for text in texts:
+            if not text and key in ("advertise", "metrics_listen"):
+                continue
+            try:
+                if not isinstance(parse_address(text), TcpAddress):
+                    raise refuse(key, text, "host:port or [ipv6]:port")
+            except AddressError as exc:
+                raise SetupError(f"{origin.get(key, 'default')}: {key}: {exc}") from exc
+
+
+def _sources(origin: Mapping[str, str]) -> str:
+    return ", ".join(dict.fromkeys(origin.values())) or "defaults"
