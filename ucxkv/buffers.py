@@ -311,8 +311,8 @@ def _from_array(blocks: object, n: int, writable: bool, gather: bool, noun: str)
     shape = getattr(blocks, "shape", None)
     if shape is None or len(shape) < 2:
         raise UsageError(
-            f"{noun}s is one {type_name(blocks)}{'' if shape is None else f' of shape {tuple(shape)}'}; pass a list with"
-            f" one {noun} for each key, or an array of two or more axes whose first axis counts the keys, e.g."
+            f"{noun}s is one {type_name(blocks)}{'' if shape is None else f' of shape {tuple(shape)}'}; pass a list"
+            f" with one {noun} for each key, or an array of two or more axes whose first axis counts the keys, e.g."
             f" x.reshape({n}, -1)"
         )
     if shape[0] != n:

@@ -140,19 +140,19 @@ def block_keys(
     tokens = _as_tokens(token_ids)
     parent = ROOT_KEY if parent is None else as_key(parent)
     blocks_count = len(tokens) // block_tokens
-    step = 8 * block_tokens
-    body = memoryview(tokens[: blocks_count * block_tokens].tobytes())
+    records = np.empty((blocks_count, 2 + block_tokens), "<i8")
+    records[:, :2] = np.frombuffer(fingerprint, "<i8")
+    records[:, 2:] = tokens[: blocks_count * block_tokens].reshape(blocks_count, block_tokens)
+    body, width = records.tobytes(), records.itemsize * (2 + block_tokens)
     digest = _sha256_128 if shared else xxhash.xxh3_128_digest
-    out = bytearray(KEY_BYTES * blocks_count)
-    at = 0
-    for start in range(0, len(body), step):
-        record = b"".join((parent, fingerprint, body[start : start + step]))
+    keys = []
+    for start in range(0, len(body), width):
+        record = parent + body[start : start + width]
         parent = digest(record)
         if parent == ROOT_KEY:
             parent = _not_zero(record, digest)
-        out[at : at + KEY_BYTES] = parent
-        at += KEY_BYTES
-    return np.frombuffer(out, np.uint8).reshape(-1, KEY_BYTES)
+        keys.append(parent)
+    return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES)
 
 
 def derived_keys(keys: KeyArray, label: bytes) -> KeyArray:
