@@ -1,0 +1,53 @@
+"""What the modules of this leg share: its errors and the extent.
+
+Invariants: every error a tier raises is a TierError that says what the caller does next; an Extent is a value, owning
+nothing. Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Extent", "ForeignExtent", "NoSpace", "SetupFailed", "TierError", "ValueTooLarge"]
+
+
+class TierError(Exception):
+    """Root of what a tier raises; the shell maps it at one boundary."""
+
+
+class NoSpace(TierError):
+    """Nothing free now: evict, then try again."""
+
+
+class ValueTooLarge(TierError):
+    """The value fits no segment even when empty: the caller splits it, or the operator enlarges the segment."""
+
+
+class ForeignExtent(TierError):
+    """An extent that is not the caller's (never lent, freed already, of another connection): a bug or a hostile peer.
+
+    Nothing was changed by the call that raises it.
+    """
+
+
+class SetupFailed(TierError):
+    """The machine lacks something: the operator acts, the message says how.
+
+    found, needed, fix: one plain sentence each, also kept as attributes for `ucxkv doctor`.
+    """
+
+    def __init__(self, what: str, *, found: str, needed: str, fix: str) -> None:
+        super().__init__(f"{what}: found {found}; needed {needed}; fix: {fix}")
+        self.what = what
+        self.found = found
+        self.needed = needed
+        self.fix = fix
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Extent:
+    """`length` bytes at `offset` of the node's segment number `segment` (all in bytes, as lent or stored)."""
+
+    segment: int
+    offset: int
+    length: int

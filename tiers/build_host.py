@@ -1,0 +1,35 @@
+"""Builds `ucxkv.tiers._host` from host.c: through setup.py, or in place with `python tiers/build_host.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cffi import FFI
+
+HERE = Path(__file__).resolve().parent
+
+ffi = FFI()
+ffi.cdef("""
+    uint64_t kv_sum(uint64_t addr, size_t n);
+    uint64_t kv_copy_sum(uint64_t dst, uint64_t src, size_t n);
+    size_t kv_gather(size_t n, uint64_t first_addr, uint64_t iov_addr, uint64_t dst_addr, uint64_t sums_addr,
+                     uint64_t cancel_addr);
+    uint64_t kv_copy_times(uint64_t dst, uint64_t src, uint64_t working_set, size_t n, size_t count, uint64_t ns_addr,
+                           int summed);
+""")
+ffi.set_source(
+    "ucxkv.tiers._host",
+    (HERE / "host.c").read_text(),
+    include_dirs=[str(HERE)],
+    depends=[str(HERE / "host.c"), str(HERE / "xxh3.h")],
+    extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-Wextra"],
+    py_limited_api=True,
+)
+
+if __name__ == "__main__":
+    import shutil
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as scratch:
+        built = Path(ffi.compile(tmpdir=scratch))
+        print(shutil.copy2(built, HERE / built.name))
