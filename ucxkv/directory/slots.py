@@ -1,0 +1,419 @@
+"""The slot table: where each visible block lies, in memory that readers map and search without asking anybody.
+
+Invariants (kept in slots.h / slots.c; this module is their Python face):
+  - One writer, the shard's leader: `SlotTable`. Any number of readers, also in other processes: `SlotReader`.
+  - Only visible blocks are in the table; a slot that is found was published whole, under the table's epoch.
+  - A slot number is stable while its block is visible.
+  - `SlotReader.read` says HIT only for bytes whose xxh3 sum is the one committed with them.
+  - A table of garbage gives misses, never a crash.
+
+`ucxkv.directory.slots_twin` holds the same two classes in plain Python, for machines where the extension can't be built.
+
+Slot, 64 bytes, little endian (`SLOT_DTYPE`):
+
+| off | field | off | field | off | field |
+|---|---|---|---|---|---|
+| 0 | key[16] | 29 | parts u8 | 45 | flags u8[3] |
+| 16 | generation u64 | 30 | region u16 | 48 | sum u64: xxh3 of the value |
+| 24 | epoch u32 | 32 | offset u64 | 56 | check u32: low half of xxh3 over bytes 0..55 |
+| 28 | state u8: 0 free, 1 visible | 40 | length u32, 44 tier u8 | 60 | version u32: odd = being written |
+
+flags[0] is the directory's own (bit 0: a derived slot, part p >= 1 of a block), flags[1] the writer's, flags[2] unused.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+try:
+    from ucxkv.directory import _slots
+except ImportError:  # not built: slots_twin serves
+    _slots = None
+
+U8 = npt.NDArray[np.uint8]
+I32 = npt.NDArray[np.int32]
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+Records = npt.NDArray[np.void]
+
+KEY_BYTES = 16
+ROOT_KEY = bytes(KEY_BYTES)
+SLOT_BYTES = 64
+HEADER_BYTES = 4096
+LINE_ENTRIES = 7
+NONE = 0xFFFFFFFF
+PART_FLAG = 1
+
+SLOT_DTYPE = np.dtype(
+    [
+        ("key", "V16"),
+        ("generation", "<u8"),
+        ("epoch", "<u4"),
+        ("state", "u1"),
+        ("parts", "u1"),
+        ("region", "<u2"),
+        ("offset", "<u8"),
+        ("length", "<u4"),
+        ("tier", "u1"),
+        ("flags", "u1", (3,)),
+        ("sum", "<u8"),
+        ("check", "<u4"),
+        ("version", "<u4"),
+    ]
+)
+assert SLOT_DTYPE.itemsize == SLOT_BYTES
+
+
+class ReadStatus(enum.IntEnum):
+    """What became of one key of a read."""
+
+    HIT = 0
+    MISS = 1
+    SIZE = 2  # the stored length differs from the destination's
+    CORRUPT = 3  # the sum differs and the slot did not change
+    UNMAPPED = 4  # the region is not mapped here
+    STALE = 5  # kept changing under the read
+    UNAVAILABLE = 6  # the node is gone
+    CANCELLED = 7
+
+
+class PutStatus(enum.IntEnum):
+    """What became of one block of a put."""
+
+    STORED = 0
+    ALREADY = 1  # visible before; the first writer wins
+    ORDER = 2  # the parent is not visible
+    BUSY = 3  # another put of this key is in progress
+    NO_SPACE = 4  # the slot table is full
+    SEALED = 5  # this part is in, others are missing
+    REFUSED = 6  # the key is reserved: all zero, or that of another block's part
+
+
+class SlotTableError(ValueError):
+    """The memory is no slot table, or too small for the one asked for. Format a fresh one, or map all of it."""
+
+
+class Found(NamedTuple):
+    """Where one key's value lies: `address` in this process's mapping (0: not known), its xxh3 `sum`, its slot."""
+
+    status: ReadStatus
+    address: int
+    length: int
+    sum: int
+    generation: int
+    slot: int
+    region: int
+    tier: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """Of n keys: `status` u8[n] (ReadStatus), `length` u64[n] stored bytes, `generation` u64[n] (both 0 on a miss), `hits`."""
+
+    status: U8
+    length: U64
+    generation: U64
+    hits: int
+
+
+class CancelFlag:
+    """Makes a running `SlotReader.read` of another thread stop within 256 KiB."""
+
+    __slots__ = ("_cell",)
+
+    def __init__(self) -> None:
+        self._cell: npt.NDArray[np.int32] = np.zeros(1, np.int32)
+
+    def set(self) -> None:
+        """Ask for the stop."""
+        self._cell[0] = 1
+
+    def is_set(self) -> bool:
+        """Whether the stop was asked for."""
+        return bool(self._cell[0])
+
+    @property
+    def cell(self) -> npt.NDArray[np.int32]:
+        """The int32[1] that the C code looks at."""
+        return self._cell
+
+
+def default_lines(capacity: int) -> int:
+    """Index lines for `capacity` slots at a load of 0.8."""
+    return (capacity * 10 + 55) // 56
+
+
+def table_bytes(capacity: int, lines: int = 0) -> int:
+    """Bytes of memory that a table of `capacity` slots takes (`lines` 0: the default number of index lines)."""
+    return HEADER_BYTES + SLOT_BYTES * ((lines or default_lines(capacity)) + capacity)
+
+
+def slots_offset(lines: int) -> int:
+    """Where the slots begin in the table's memory."""
+    return HEADER_BYTES + SLOT_BYTES * lines
+
+
+def count_keys(keys: Buffer) -> int:
+    """How many 16-byte keys these bytes are; raises ValueError when it isn't a whole number."""
+    nbytes = len(keys) if type(keys) is bytes else memoryview(keys).nbytes
+    if nbytes % KEY_BYTES:
+        raise ValueError(f"{nbytes} bytes of keys is not a multiple of {KEY_BYTES}")
+    return nbytes // KEY_BYTES
+
+
+def is_native() -> bool:
+    """Whether the C extension is there."""
+    return _slots is not None
+
+
+def _pointer(values: Buffer, nbytes: int, what: str, *, writable: bool = False) -> Any:
+    view = _slots.ffi.from_buffer("char[]", values, require_writable=writable)
+    if len(view) != nbytes:
+        raise ValueError(f"{what}: {len(view)} bytes, expected {nbytes}")
+    return view
+
+
+class SlotTable:
+    """The writer's side of a slot table; exactly one in the world for one table.
+
+    memory: zeroed, writable, 64-byte aligned, at least `table_bytes(capacity, lines)` long; kept referenced, never closed here.
+    seed: mixed into the index hash; take a random one where clients may choose their keys.
+    links: u32[capacity], where the free list lives; the entries of slots in use are the caller's. Made here when None.
+    Not thread-safe; readers are.
+    """
+
+    def __init__(
+        self, memory: Buffer, capacity: int, *, epoch: int, seed: int = 0, lines: int = 0, links: U32 | None = None
+    ) -> None:
+        self.memory = memory
+        self.capacity = capacity
+        self.epoch = epoch
+        self.lines = lines or default_lines(capacity)
+        self.links: U32 = np.zeros(capacity, np.uint32) if links is None else links
+        if self.links.nbytes != 4 * capacity:
+            raise ValueError(f"links: {self.links.nbytes} bytes, expected {4 * capacity}")
+        ffi, self._lib = _slots.ffi, _slots.lib
+        mem = ffi.from_buffer("char[]", memory, require_writable=True)
+        if self._lib.slots_format(mem, len(mem), capacity, self.lines, epoch, seed):
+            raise SlotTableError(
+                f"no table of {capacity} slots fits: {len(mem)} bytes given, {table_bytes(capacity, self.lines)} needed, "
+                "64-byte aligned, capacity from 1 to 2^31"
+            )
+        links_pointer = ffi.from_buffer("char[]", self.links, require_writable=True)
+        self._writer = ffi.new("kv_writer *")
+        self._lib.slots_writer_open(self._writer, mem, len(mem), links_pointer)
+        self._table = ffi.addressof(self._writer, "t")
+        self._keep = (mem, links_pointer)
+        start = slots_offset(self.lines)
+        slots = memoryview(memory).cast("B")[start : start + SLOT_BYTES * capacity]
+        self.records: Records = np.frombuffer(slots, SLOT_DTYPE)
+        self.words = slots.cast("Q")
+
+    @property
+    def used(self) -> int:
+        """Slots in use, derived ones included."""
+        return int(self._writer.used)
+
+    @property
+    def fresh(self) -> int:
+        """Slots from this number on were never used."""
+        return int(self._writer.fresh)
+
+    def reader(self) -> SlotReader:
+        """A reader on the same memory."""
+        return SlotReader(self.memory)
+
+    def find(self, keys: Buffer) -> I32:
+        """Slot numbers of the keys, -1 where not visible; int32[n]."""
+        n = count_keys(keys)
+        out = np.empty(n, np.int32)
+        self._lib.slots_find(self._table, n, _slots.ffi.from_buffer(keys), _slots.ffi.from_buffer(out))
+        return out
+
+    def publish(self, records: Records) -> I32:
+        """Publish whole records (SLOT_DTYPE[n]; epoch, state, check, version are filled in) whose keys are not in the table.
+
+        Returns their slot numbers, -1 where the table is full; int32[n].
+        """
+        n = len(records)
+        out = np.empty(n, np.int32)
+        self._lib.slots_publish(self._writer, n, _pointer(records, SLOT_BYTES * n, "records"), _slots.ffi.from_buffer(out))
+        return out
+
+    def put(
+        self,
+        keys: Buffer,
+        parents: Buffer,
+        regions: Buffer,
+        offsets: Buffer,
+        lengths: Buffer,
+        sums: Buffer,
+        *,
+        generation: int,
+        tier: int = 1,
+        flag: int = 0,
+        status: U8 | None = None,
+    ) -> tuple[U8, I32, I32]:
+        """Publish single-part blocks in order, each if its key is absent and its parent visible (all zero = root).
+
+        keys, parents: n x 16 bytes; regions u16[n], offsets u64[n], lengths u32[n], sums u64[n]; block i gets generation + i.
+        status: u8[n]; blocks whose entry isn't 0 are left alone. Returns (status u8[n] of PutStatus, slot i32[n]: the
+        block's slot, stored now or before, else -1, parent's slot i32[n], -1 for a root, valid where stored).
+        """
+        n = count_keys(keys)
+        if status is None:
+            status = np.zeros(n, np.uint8)
+        slots = np.empty((2, n), np.int32)
+        cells = _slots.ffi.from_buffer("int32_t[]", slots)
+        self._lib.slots_put(
+            self._writer,
+            n,
+            _slots.ffi.from_buffer(keys),
+            _pointer(parents, KEY_BYTES * n, "parents"),
+            _pointer(regions, 2 * n, "regions"),
+            _pointer(offsets, 8 * n, "offsets"),
+            _pointer(lengths, 4 * n, "lengths"),
+            _pointer(sums, 8 * n, "sums"),
+            tier,
+            flag,
+            generation,
+            _pointer(status, n, "status", writable=True),
+            cells,
+            cells + n,
+        )
+        return status, slots[0], slots[1]
+
+    def hide(self, slots: I32) -> int:
+        """Take slots out, in the order given; numbers that are no visible slots are skipped. Returns how many left."""
+        return int(self._lib.slots_hide(self._writer, len(slots), _pointer(slots, 4 * len(slots), "slots")))
+
+
+class SlotReader:
+    """A reader's side of a slot table, in any process that maps its memory; safe to use from several threads.
+
+    memory: the whole mapping, readable; kept referenced. Raises SlotTableError when it isn't a table.
+    max_regions: how many regions (segments) can be mapped; region numbers at and above it read as UNMAPPED.
+    """
+
+    def __init__(self, memory: Buffer, *, max_regions: int = 1024) -> None:
+        ffi, self._lib = _slots.ffi, _slots.lib
+        self._memory = ffi.from_buffer("char[]", memory)
+        self._table = ffi.new("kv_table *")
+        if self._lib.slots_attach(self._table, ffi.cast("void *", self._memory), len(self._memory)):
+            raise SlotTableError(f"{len(self._memory)} bytes that are no slot table of this version, or only a piece of one")
+        self._regions = ffi.new("kv_region[]", max_regions)
+        self.max_regions = max_regions
+        self._resolver = ffi.new("kv_resolver *", [self._table, self._regions, max_regions])
+
+    @property
+    def capacity(self) -> int:
+        """Slots of the table."""
+        return int(self._table.capacity)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under which the table was formatted."""
+        return int(self._table.epoch)
+
+    def map_region(self, region: int, address: int, size_bytes: int) -> None:
+        """Say where a region lies in this process; the caller keeps the mapping alive while reads may use it."""
+        if not 0 <= region < self.max_regions:
+            raise ValueError(f"region {region} is not below {self.max_regions}")
+        self._lib.slots_region_set(self._regions, region, address, size_bytes)
+
+    def unmap_region(self, region: int) -> None:
+        """Forget a region; reads that began before may still use its mapping until they return."""
+        self.map_region(region, 0, 0)
+
+    def resolver(self) -> tuple[int, int]:
+        """(function, context) addresses of a `kv_resolve_fn` over this reader, valid as long as the reader lives."""
+        return int(self._lib.slots_resolve_address()), int(_slots.ffi.cast("uintptr_t", self._resolver))
+
+    def lookup(self, keys: Buffer) -> tuple[Records, U8]:
+        """Copies of the keys' slots: (SLOT_DTYPE[n], zeroed where not found; found u8[n])."""
+        n = count_keys(keys)
+        records, found = np.empty(n, SLOT_DTYPE), np.empty(n, np.uint8)
+        buffer = _slots.ffi.from_buffer
+        self._lib.slots_lookup(self._table, n, buffer(keys), buffer(records), buffer(found))
+        return records, found
+
+    def match(self, keys: Buffer) -> int:
+        """How many keys from the first on are visible without a gap."""
+        return int(self._lib.slots_match(self._table, count_keys(keys), _slots.ffi.from_buffer(keys)))
+
+    def exists(self, keys: Buffer) -> U8:
+        """1 where a key is visible; u8[n]."""
+        n = count_keys(keys)
+        out = np.empty(n, np.uint8)
+        self._lib.slots_exists(self._table, n, _slots.ffi.from_buffer(keys), _slots.ffi.from_buffer(out))
+        return out
+
+    def scan(self, cursor: int, limit: int) -> tuple[int, Records]:
+        """Up to `limit` visible blocks from slot number `cursor` on: (next cursor, SLOT_DTYPE[m]).
+
+        The end is reached when the next cursor is `capacity`; a page may be empty before it. Derived slots are left out.
+        """
+        out, found = np.empty(limit, SLOT_DTYPE), _slots.ffi.new("uint64_t *")
+        at = self._lib.slots_scan(self._table, cursor, limit, _slots.ffi.from_buffer(out), found)
+        return int(at), out[: found[0]]
+
+    def read(self, keys: Buffer, first: U32, iov: U64, cancel: CancelFlag | None = None) -> ReadResult:
+        """Copy n values into the caller's memory, each checked against its sum.
+
+        first: u32[n + 1], ascending; key i's value goes over the pieces iov[first[i]:first[i + 1]], in order.
+        iov: u64[m, 2] of (address, length); valid and writable until this returns. The GIL is released meanwhile.
+        Only pieces of keys whose status is HIT hold a value; the bytes of the others are undefined.
+        """
+        n, buffer = count_keys(keys), _slots.ffi.from_buffer
+        if first.nbytes != 4 * (n + 1) or 16 * int(first[n]) > iov.nbytes:
+            raise ValueError(f"first: {first.nbytes} bytes for {n} keys and {iov.nbytes // 16} pieces")
+        status, numbers = np.empty(n, np.uint8), np.empty((2, n), np.uint64)
+        cells = buffer("uint64_t[]", numbers)
+        flag = _slots.ffi.NULL if cancel is None else buffer("int32_t[]", cancel.cell)
+        hits = self._lib.slots_read(
+            self._table, self._regions, self.max_regions, n, buffer(keys), buffer(first), buffer(iov), buffer(status),
+            cells, cells + n, flag,
+        )  # fmt: skip
+        return ReadResult(status, numbers[0], numbers[1], int(hits))
+
+    def read_one(self, key: Buffer, address: int, length: int) -> Found:
+        """`read` of one key into one piece; `Found.address` is 0."""
+        out = _slots.ffi.new("kv_found *")
+        self._check_key(key)
+        self._lib.slots_read_one(
+            self._table, self._regions, self.max_regions, _slots.ffi.from_buffer(key), address, length, out
+        )
+        return _found(out)
+
+    def view(self, key: Buffer) -> Found:
+        """Where one key's value lies in this process. Its bytes stay put only while the caller holds a lease on it."""
+        out = _slots.ffi.new("kv_found *")
+        self._check_key(key)
+        self._lib.slots_view(self._table, self._regions, self.max_regions, _slots.ffi.from_buffer(key), out)
+        return _found(out)
+
+    def recheck(self, slot: int, generation: int) -> bool:
+        """Whether this slot is visible with this generation right now."""
+        return 0 <= slot <= NONE and bool(self._lib.slots_recheck(self._table, slot, generation))
+
+    @staticmethod
+    def _check_key(key: Buffer) -> None:
+        if memoryview(key).nbytes != KEY_BYTES:
+            raise ValueError(f"a key is {KEY_BYTES} bytes, got {memoryview(key).nbytes}")
+
+
+_READ_STATUS = tuple(ReadStatus)
+
+
+def _found(out: Any) -> Found:
+    return Found(
+        _READ_STATUS[out.status], out.addr, out.length, out.sum, out.generation, out.slot, out.region, out.tier
+    )

@@ -1,0 +1,144 @@
+/* Inside of the slot table shared by slots.c and slots_reader.c: hashing, the seqlock copy of a slot, the search. */
+#ifndef UCXKV_SLOTS_ATOMIC_H
+#define UCXKV_SLOTS_ATOMIC_H
+
+#include <stdatomic.h>
+#include <string.h>
+
+#include "slots.h"
+#include "xxh3.h"
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the slot table's layout is little endian"
+#endif
+_Static_assert(sizeof(kv_slot) == 64, "a slot is one cache line");
+_Static_assert(offsetof(kv_slot, sum) == 48 && offsetof(kv_slot, check) == 56 && offsetof(kv_slot, version) == 60, "slot layout");
+_Static_assert(sizeof(kv_found) == 40, "kv_found layout");
+
+#define LINE_ENTRIES 7u
+#define SLOT_WORDS 7u     /* words of a slot before check and version */
+#define CHANGED_TRIES 64u /* how often a search starts again because a slot changed under it */
+#define BATCH 16u         /* keys whose memory is requested ahead */
+
+typedef _Atomic uint64_t a64;
+typedef _Atomic uint32_t a32;
+
+static inline uint64_t get64(const void *p) { return atomic_load_explicit((const a64 *)p, memory_order_acquire); }
+static inline uint32_t get32(const void *p) { return atomic_load_explicit((const a32 *)p, memory_order_acquire); }
+static inline void put64(void *p, uint64_t v) { atomic_store_explicit((a64 *)p, v, memory_order_release); }
+static inline void put32(void *p, uint32_t v) { atomic_store_explicit((a32 *)p, v, memory_order_release); }
+
+static inline void pause_cpu(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static inline uint8_t *line_at(const kv_table *t, uint64_t line) { return t->mem + t->lines_off + line * 64; }
+static inline uint8_t *slot_at(const kv_table *t, uint64_t slot) { return t->mem + t->slots_off + slot * 64; }
+
+/* Seeded, so that a client that chooses its keys cannot aim them all at one line. */
+static inline uint64_t hash_key(const kv_table *t, const uint8_t *key) {
+    uint64_t lo, hi;
+    memcpy(&lo, key, 8);
+    memcpy(&hi, key + 8, 8);
+    unsigned __int128 m = (unsigned __int128)(lo ^ t->seed ^ 0x9e3779b97f4a7c15ULL) * (hi ^ t->seed ^ 0xd6e8feb86659fd93ULL);
+    uint64_t h = (uint64_t)m ^ (uint64_t)(m >> 64) ^ lo ^ (hi << 32 | hi >> 32);
+    h = (h ^ h >> 32) * 0xff51afd7ed558ccdULL;
+    return h ^ h >> 29;
+}
+static inline uint64_t home_line(const kv_table *t, uint64_t hash) { return ((hash >> 32) * t->lines) >> 32; }
+static inline uint64_t next_line(const kv_table *t, uint64_t line) { return line + 1 == t->lines ? 0 : line + 1; }
+static inline uint64_t probe_limit(const kv_table *t) { return t->lines < SLOTS_PROBES ? t->lines : SLOTS_PROBES; }
+static inline uint64_t entry_of(uint64_t hash, uint32_t slot) { return hash << 32 | (slot + 1u); }
+
+static inline uint32_t slot_check(const kv_slot *s) { return (uint32_t)kvx_sum(s, 56); }
+
+/* Copies slot number `slot`; 1 = whole, 0 = it is being written or changed meanwhile. */
+static inline int slot_copy(const kv_table *t, uint32_t slot, kv_slot *out) {
+    const uint8_t *p = slot_at(t, slot);
+    uint64_t words[8];
+    uint32_t version = get32(p + 60);
+    if (version & 1) return 0;
+    for (unsigned i = 0; i < SLOT_WORDS; i++) words[i] = get64(p + 8 * i);
+    words[7] = get32(p + 56) | (uint64_t)version << 32;
+    if (get32(p + 60) != version) return 0;
+    memcpy(out, words, 64);
+    return 1;
+}
+
+static inline int slot_is(const kv_table *t, const kv_slot *s, const uint8_t *key) {
+    return !memcmp(s->key, key, 16) && s->state == SLOT_VISIBLE && s->epoch == t->epoch && s->check == slot_check(s);
+}
+
+static inline int version_is(const kv_table *t, uint32_t slot, uint32_t version) {
+    return get32(slot_at(t, slot) + 60) == version;
+}
+
+/* One pass over the key's lines. The slot number, or SLOTS_NONE; *changed when a candidate could not be copied whole. */
+static inline uint32_t search_once(const kv_table *t, const uint8_t *key, uint64_t hash, kv_slot *out, int *changed) {
+    uint64_t line = home_line(t, hash), limit = probe_limit(t);
+    for (uint64_t p = 0; p < limit; p++, line = next_line(t, line)) {
+        const uint8_t *l = line_at(t, line);
+        for (unsigned e = 0; e < LINE_ENTRIES; e++) {
+            uint64_t entry = get64(l + 8 * e);
+            if (entry >> 32 != (hash & 0xffffffffu) || !(uint32_t)entry) continue;
+            uint32_t slot = (uint32_t)entry - 1;
+            if (slot >= t->capacity) continue;
+            if (!slot_copy(t, slot, out)) *changed = 1;
+            else if (slot_is(t, out, key)) return slot;
+        }
+        if (!get64(l + 56)) break;
+    }
+    return SLOTS_NONE;
+}
+
+/* The visible slot of a key with a whole copy of it, or SLOTS_NONE. A slot that changes under the search left or came during
+ * it, so giving up as a miss after CHANGED_TRIES is an answer that was true at some moment of the call. */
+static inline uint32_t search(const kv_table *t, const uint8_t *key, uint64_t hash, kv_slot *out) {
+    for (unsigned i = 0; i < CHANGED_TRIES; i++) {
+        int changed = 0;
+        uint32_t slot = search_once(t, key, hash, out, &changed);
+        if (slot != SLOTS_NONE || !changed) return slot;
+        pause_cpu();
+    }
+    return SLOTS_NONE;
+}
+
+/* What a batch knows of each key before the cache lines it asked for have come. */
+typedef struct {
+    uint64_t hash[BATCH];
+    uint32_t slot[BATCH]; /* the slot that the home line names for the hash, or SLOTS_NONE */
+    uint8_t gone[BATCH];  /* the home line names none and nothing was pushed past it */
+} batch;
+
+/* Hashes up to BATCH keys and requests their lines, then their slots: two rounds of overlapping cache misses for the batch. */
+static inline void batch_open(const kv_table *t, const uint8_t *keys, unsigned n, batch *b) {
+    for (unsigned i = 0; i < n; i++) {
+        b->hash[i] = hash_key(t, keys + 16 * i);
+        __builtin_prefetch(line_at(t, home_line(t, b->hash[i])));
+    }
+    for (unsigned i = 0; i < n; i++) {
+        const uint8_t *l = line_at(t, home_line(t, b->hash[i]));
+        uint32_t tag = (uint32_t)b->hash[i], slot = SLOTS_NONE;
+        for (unsigned e = 0; e < LINE_ENTRIES; e++) {
+            uint64_t entry = get64(l + 8 * e);
+            slot = entry >> 32 == tag && (uint32_t)entry ? (uint32_t)entry - 1 : slot;
+        }
+        if (slot >= t->capacity) slot = SLOTS_NONE;
+        else __builtin_prefetch(slot_at(t, slot));
+        b->slot[i] = slot;
+        b->gone[i] = slot == SLOTS_NONE && !get64(l + 56);
+    }
+}
+
+/* search() of key i of a batch: mostly one slot to look at, or none. */
+static inline uint32_t batch_search(const kv_table *t, const uint8_t *key, const batch *b, unsigned i, kv_slot *out) {
+    if (b->gone[i]) return SLOTS_NONE;
+    if (b->slot[i] != SLOTS_NONE && slot_copy(t, b->slot[i], out) && slot_is(t, out, key)) return b->slot[i];
+    return search(t, key, b->hash[i], out);
+}
+
+#endif
