@@ -188,25 +188,39 @@ class ControlConnection:
         """Like `request`, with descriptors both ways; the caller owns the reply (take or close its descriptors)."""
         if self._unsent_bytes > _HIGH_WATER_BYTES:
             await self._wait_drained(deadline_ns)
-        pending = self._pending
-        if len(pending) >= _MAX_PENDING:
-            raise UsageError(f"{_MAX_PENDING} requests are pending on this connection already")
-        request_id = self._next_id()
-        future: asyncio.Future[Message] = self._loop.create_future()
-        self._send(kind, 0, request_id, payload, fds)
-        pending[request_id] = (future, deadline_ns)
+        future = self.start_request(kind, payload, deadline_ns, fds=fds)
+        if len(self._pending) == 1:
+            self.wait_inline(future, deadline_ns)
         try:
-            if self._inline_wait_ns and len(pending) == 1:
-                self._wait_inline(future, deadline_ns)
-            if not future.done() and deadline_ns is not None:
-                self._arm_sweep(deadline_ns)
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
                 future.result().close_fds()  # the answer came in the turn of the cancellation
             raise
-        finally:
-            pending.pop(request_id, None)
+
+    def start_request(
+        self,
+        kind: int,
+        payload: _Buffer | Sequence[_Buffer] = b"",
+        deadline_ns: int | None = None,
+        *,
+        fds: Sequence[int] = (),
+    ) -> asyncio.Future[Message]:
+        """Send a request now and return the future of its reply, so that several can be on their way in order.
+
+        The future raises what `request` raises; cancelling it drops the reply. Nothing waits for a full backlog here:
+        the caller bounds what it has on its way.
+        """
+        if len(self._pending) >= _MAX_PENDING:
+            raise UsageError(f"{_MAX_PENDING} requests are pending on this connection already")
+        request_id = self._next_id()
+        future: asyncio.Future[Message] = self._loop.create_future()
+        self._send(kind, 0, request_id, payload, fds)
+        self._pending[request_id] = (future, deadline_ns)
+        future.add_done_callback(lambda _: self._pending.pop(request_id, None))
+        if deadline_ns is not None:
+            self._arm_sweep(deadline_ns)
+        return future
 
     def send(self, kind: int, payload: _Buffer | Sequence[_Buffer] = b"", *, fds: Sequence[int] = ()) -> None:
         """Send a one-way message; what the kernel does not take at once is copied and sent later.
@@ -317,8 +331,10 @@ class ControlConnection:
 
     # ---- receiving
 
-    def _wait_inline(self, future: asyncio.Future[Message], deadline_ns: int | None) -> None:
-        """Poll the socket for a fast answer; after a miss, skip the next 1, 2, 4 .. 64 chances."""
+    def wait_inline(self, future: asyncio.Future[Message], deadline_ns: int | None = None) -> None:
+        """Poll the socket for a fast answer, at most `inline_wait_us`; after a miss, skip the next 1, 2, 4 .. 64 chances."""
+        if not self._inline_wait_ns or future.done():
+            return
         if self._inline_skip:
             self._inline_skip -= 1
             return
@@ -402,7 +418,7 @@ class ControlConnection:
             fds = tuple(self._arrived_fds.popleft() for _ in range(count))
         message = Message(kind, flags, request_id, payload, fds)
         if flags & FLAG_REPLY:
-            entry = self._pending.get(request_id)
+            entry = self._pending.pop(request_id, None)
             if entry is None or entry[0].done():
                 self.late_replies_count += 1
                 message.close_fds()
