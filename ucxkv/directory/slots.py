@@ -7,7 +7,7 @@ Invariants (kept in slots.h / slots.c; this module is their Python face):
   - `SlotReader.read` says HIT only for bytes whose xxh3 sum is the one committed with them.
   - A table of garbage gives misses, never a crash.
 
-`ucxkv.directory.slots_twin` holds the same two classes in plain Python, for machines where the extension can't be built.
+`ucxkv.directory.slots_twin` holds the same two classes in plain Python, where the extension can't be built.
 
 Slot, 64 bytes, little endian (`SLOT_DTYPE`):
 
@@ -24,20 +24,20 @@ flags[0] is the directory's own (bit 0: a derived slot, part p >= 1 of a block),
 from __future__ import annotations
 
 import enum
+import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from mmap import mmap
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
 try:
-    from ucxkv.directory import _slots
+    _slots: Any = importlib.import_module("ucxkv.directory._slots")
 except ImportError:  # not built: slots_twin serves
     _slots = None
 
+Buffer: TypeAlias = bytes | bytearray | memoryview | mmap | np.ndarray[Any, np.dtype[Any]]
 U8 = npt.NDArray[np.uint8]
 I32 = npt.NDArray[np.int32]
 U32 = npt.NDArray[np.uint32]
@@ -116,7 +116,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """Of n keys: `status` u8[n] (ReadStatus), `length` u64[n] stored bytes, `generation` u64[n] (both 0 on a miss), `hits`."""
+    """Of n keys: `status` u8[n] (ReadStatus), stored `length` u64[n] and `generation` u64[n] (0 on a miss), `hits`."""
 
     status: U8
     length: U64
@@ -161,9 +161,14 @@ def slots_offset(lines: int) -> int:
     return HEADER_BYTES + SLOT_BYTES * lines
 
 
+def as_memory(buffer: Buffer) -> memoryview:
+    """The bytes of a buffer, flat."""
+    return memoryview(cast(bytes, buffer)).cast("B")
+
+
 def count_keys(keys: Buffer) -> int:
     """How many 16-byte keys these bytes are; raises ValueError when it isn't a whole number."""
-    nbytes = len(keys) if type(keys) is bytes else memoryview(keys).nbytes
+    nbytes = len(keys) if type(keys) is bytes else as_memory(keys).nbytes
     if nbytes % KEY_BYTES:
         raise ValueError(f"{nbytes} bytes of keys is not a multiple of {KEY_BYTES}")
     return nbytes // KEY_BYTES
@@ -184,7 +189,7 @@ def _pointer(values: Buffer, nbytes: int, what: str, *, writable: bool = False) 
 class SlotTable:
     """The writer's side of a slot table; exactly one in the world for one table.
 
-    memory: zeroed, writable, 64-byte aligned, at least `table_bytes(capacity, lines)` long; kept referenced, never closed here.
+    memory: zeroed, writable, 64-byte aligned, at least `table_bytes(capacity, lines)` long; kept referenced.
     seed: mixed into the index hash; take a random one where clients may choose their keys.
     links: u32[capacity], where the free list lives; the entries of slots in use are the caller's. Made here when None.
     Not thread-safe; readers are.
@@ -204,8 +209,8 @@ class SlotTable:
         mem = ffi.from_buffer("char[]", memory, require_writable=True)
         if self._lib.slots_format(mem, len(mem), capacity, self.lines, epoch, seed):
             raise SlotTableError(
-                f"no table of {capacity} slots fits: {len(mem)} bytes given, {table_bytes(capacity, self.lines)} needed, "
-                "64-byte aligned, capacity from 1 to 2^31"
+                f"no table of {capacity} slots fits: {len(mem)} bytes given, "
+                f"{table_bytes(capacity, self.lines)} needed, 64-byte aligned, capacity from 1 to 2^31"
             )
         links_pointer = ffi.from_buffer("char[]", self.links, require_writable=True)
         self._writer = ffi.new("kv_writer *")
@@ -213,7 +218,7 @@ class SlotTable:
         self._table = ffi.addressof(self._writer, "t")
         self._keep = (mem, links_pointer)
         start = slots_offset(self.lines)
-        slots = memoryview(memory).cast("B")[start : start + SLOT_BYTES * capacity]
+        slots = as_memory(memory)[start : start + SLOT_BYTES * capacity]
         self.records: Records = np.frombuffer(slots, SLOT_DTYPE)
         self.words = slots.cast("Q")
 
@@ -239,13 +244,16 @@ class SlotTable:
         return out
 
     def publish(self, records: Records) -> I32:
-        """Publish whole records (SLOT_DTYPE[n]; epoch, state, check, version are filled in) whose keys are not in the table.
+        """Publish whole records whose keys are not in the table yet.
 
-        Returns their slot numbers, -1 where the table is full; int32[n].
+        records: SLOT_DTYPE[n]; epoch, state, check and version are filled in here. Returns their slot numbers, -1 where
+        the table is full; int32[n].
         """
         n = len(records)
         out = np.empty(n, np.int32)
-        self._lib.slots_publish(self._writer, n, _pointer(records, SLOT_BYTES * n, "records"), _slots.ffi.from_buffer(out))
+        self._lib.slots_publish(
+            self._writer, n, _pointer(records, SLOT_BYTES * n, "records"), _slots.ffi.from_buffer(out)
+        )
         return out
 
     def put(
@@ -264,7 +272,8 @@ class SlotTable:
     ) -> tuple[U8, I32, I32]:
         """Publish single-part blocks in order, each if its key is absent and its parent visible (all zero = root).
 
-        keys, parents: n x 16 bytes; regions u16[n], offsets u64[n], lengths u32[n], sums u64[n]; block i gets generation + i.
+        keys, parents: n x 16 bytes; regions u16[n], offsets u64[n], lengths u32[n], sums u64[n].
+        generation: block i gets generation + i.
         status: u8[n]; blocks whose entry isn't 0 are left alone. Returns (status u8[n] of PutStatus, slot i32[n]: the
         block's slot, stored now or before, else -1, parent's slot i32[n], -1 for a root, valid where stored).
         """
@@ -308,7 +317,7 @@ class SlotReader:
         self._memory = ffi.from_buffer("char[]", memory)
         self._table = ffi.new("kv_table *")
         if self._lib.slots_attach(self._table, ffi.cast("void *", self._memory), len(self._memory)):
-            raise SlotTableError(f"{len(self._memory)} bytes that are no slot table of this version, or only a piece of one")
+            raise SlotTableError(f"{len(self._memory)} bytes that are no slot table of this version, or a piece of one")
         self._regions = ffi.new("kv_region[]", max_regions)
         self.max_regions = max_regions
         self._resolver = ffi.new("kv_resolver *", [self._table, self._regions, max_regions])
@@ -359,7 +368,7 @@ class SlotReader:
     def scan(self, cursor: int, limit: int) -> tuple[int, Records]:
         """Up to `limit` visible blocks from slot number `cursor` on: (next cursor, SLOT_DTYPE[m]).
 
-        The end is reached when the next cursor is `capacity`; a page may be empty before it. Derived slots are left out.
+        The end is reached when the next cursor is `capacity`; a page before it may be empty. No derived slots.
         """
         out, found = np.empty(limit, SLOT_DTYPE), _slots.ffi.new("uint64_t *")
         at = self._lib.slots_scan(self._table, cursor, limit, _slots.ffi.from_buffer(out), found)
@@ -406,8 +415,8 @@ class SlotReader:
 
     @staticmethod
     def _check_key(key: Buffer) -> None:
-        if memoryview(key).nbytes != KEY_BYTES:
-            raise ValueError(f"a key is {KEY_BYTES} bytes, got {memoryview(key).nbytes}")
+        if as_memory(key).nbytes != KEY_BYTES:
+            raise ValueError(f"a key is {KEY_BYTES} bytes, got {as_memory(key).nbytes}")
 
 
 _READ_STATUS = tuple(ReadStatus)
