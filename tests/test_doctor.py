@@ -1,0 +1,110 @@
+"""`ucxkv doctor` judges recorded hosts: each finding's state, and a fix wherever something is wanting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ucxkv.cli.checks import CHECKS, Finding, Host, State, check_host
+from ucxkv.cli.probes import PROBES
+
+WHEEL = {"version": "1.22.0", "path": "/p", "source": "wheel", "transports": ("tcp", "posix"), "has_verbs": False}
+SYSTEM = {**WHEEL, "source": "system", "transports": ("tcp", "ib"), "has_verbs": True}
+LAPTOP = {
+    "native": lambda: "",
+    "ucx": lambda: WHEEL,
+    "other_ucx": lambda: [],
+    "memlock": lambda: 8 << 20,
+    "dev_shm_free": lambda: 8 << 30,
+    "io_uring": lambda: "",
+    "process_vm_readv": lambda: "",
+    "cpus": lambda: 8,
+}
+
+
+def _tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def _findings(host: Host) -> dict[str, Finding]:
+    return {item.name: item for item in check_host(host)}
+
+
+PLAIN = {
+    "proc/meminfo": "MemTotal: 16000000 kB\nMemAvailable: 12000000 kB\nHugePages_Free: 0\nHugepagesize: 2048 kB\n",
+    "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always within_size [advise] never deny force\n",
+}
+
+
+def test_a_laptop_without_devices_has_nothing_to_mend(tmp_path: Path) -> None:
+    """Goal: neither GPU nor RDMA is needed. Method: a recorded laptop; no finding warns or fails."""
+    found = _findings(Host(LAPTOP, _tree(tmp_path, PLAIN)))
+    assert {item.state for item in found.values()} <= {State.OK, State.INFO}
+    assert len(found) == len(CHECKS)
+
+
+def test_an_rdma_host_with_the_wheel_is_told_to_install_a_system_ucx(tmp_path: Path) -> None:
+    """Goal: idle RDMA devices are noticed. Method: a recorded device and port, first with the wheel, then a system UCX."""
+    port = "sys/class/infiniband/mlx5_0/ports/1"
+    root = _tree(tmp_path, {**PLAIN, f"{port}/state": "4: ACTIVE\n", f"{port}/rate": "100 Gb/sec (4X EDR)\n"})
+    found = _findings(Host(LAPTOP, root))
+    assert found["UCX"].state is State.WARN
+    assert "libucx0" in found["UCX"].fix
+    assert found["memlock"].state is State.WARN
+    assert found["RDMA"].state is State.OK
+    assert "mlx5_0:1 ACTIVE 100 Gb/sec" in found["RDMA"].found
+    better = _findings(Host({**LAPTOP, "ucx": lambda: SYSTEM, "memlock": lambda: -1}, root))
+    assert better["UCX"].state is State.OK
+    assert better["memlock"].state is State.OK
+
+
+def test_a_tight_container_gets_a_fix_for_each_want(tmp_path: Path) -> None:
+    """Goal: whatever warns names its cost and its fix. Method: a container that refuses everything it can."""
+    files = {
+        "proc/meminfo": "MemAvailable: 12000000 kB\nHugePages_Free: 0\nHugepagesize: 2048 kB\n",
+        "sys/fs/cgroup/memory.max": f"{1 << 30}\n",
+        "sys/fs/cgroup/memory.current": f"{1 << 29}\n",
+        "sys/fs/cgroup/cpu.max": "100000 100000\n",
+        "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always within_size advise [never] deny force\n",
+    }
+    refusing = {
+        **LAPTOP,
+        "dev_shm_free": lambda: 32 << 20,
+        "io_uring": lambda: "Operation not permitted",
+        "process_vm_readv": lambda: "Operation not permitted",
+        "other_ucx": lambda: ["/other/libucp.so.0"],
+    }
+    found = _findings(Host(refusing, _tree(tmp_path, files)))
+    warned = {name for name, item in found.items() if item.state is State.WARN}
+    assert warned == {"CPU", "memory", "huge pages", "/dev/shm", "process_vm_readv", "other UCX in process"}
+    assert all(found[name].cost and found[name].fix for name in warned)
+    assert found["io_uring"].state is State.INFO
+
+
+def test_a_missing_ucx_or_native_module_fails(tmp_path: Path) -> None:
+    """Goal: what cannot run says so. Method: a probe that raises and one that names a module."""
+
+    def absent() -> object:
+        raise RuntimeError("no UCX found")
+
+    found = _findings(Host({**LAPTOP, "ucx": absent, "native": lambda: "x"}, _tree(tmp_path, PLAIN)))
+    assert found["UCX"].state is State.FAIL
+    assert "no UCX found" in found["UCX"].found
+    assert found["native modules"].state is State.FAIL
+
+
+def test_a_host_that_shows_nothing_is_judged_without_an_exception(tmp_path: Path) -> None:
+    """Goal: doctor never falls over. Method: an empty tree."""
+    assert len(check_host(Host(LAPTOP, tmp_path))) == len(CHECKS)
+
+
+@pytest.mark.parametrize("name", sorted(PROBES))
+def test_each_probe_answers_on_this_host(name: str) -> None:
+    """Goal: the probes really work. Method: each runs here; its answer has the type that the checks expect."""
+    answer = PROBES[name]()
+    assert isinstance(answer, str | int | list | dict)

@@ -1,0 +1,174 @@
+"""`ucxkv status | put | get | ls | rm`: a client of running nodes, for people and shell scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ucxkv.cli.options import AddressOption, JsonOption, TimeoutOption, TokenFileOption, connected, parse_key
+from ucxkv.sizes import short_size
+
+if TYPE_CHECKING:
+    from ucxkv.client.results import KeyInfo, NodeStatus
+
+__all__ = ["get", "ls", "put", "rm", "status"]
+
+_TIERS = ("gpu", "host", "nvme")
+
+
+def status(
+    address: AddressOption = None,
+    as_json: JsonOption = False,
+    token_file: TokenFileOption = None,
+    timeout: TimeoutOption = 5.0,
+) -> None:
+    """Show each node: blocks, bytes, leases, clients, evictions."""
+
+    async def ask() -> list[NodeStatus]:
+        async with connected(address, token_file, timeout) as kv:
+            found: list[NodeStatus] = await kv.status()
+            return found
+
+    nodes = asyncio.run(ask())
+    if as_json:
+        for node in nodes:
+            fields = {"name": node.name, "address": node.address, "version": node.version, "epoch": node.epoch}
+            print(json.dumps({**fields, "uptime_s": round(node.uptime_s, 3), **node.numbers, "facts": node.facts}))
+        return
+    _print_status(nodes)
+
+
+def _print_status(nodes: list[NodeStatus]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="nodes")
+    for heading in ("node", "address", "up", "blocks", "used", "free", "leases", "clients", "evicted", "pages"):
+        table.add_column(heading, justify="left" if heading in ("node", "address", "pages") else "right")
+    for node in nodes:
+        number = node.numbers.get
+        table.add_row(
+            node.name,
+            node.address,
+            f"{node.uptime_s:.0f} s",
+            f"{number('blocks', 0):.0f}",
+            short_size(number("used_bytes", 0)),
+            short_size(number("free_bytes", 0)),
+            f"{number('leases', 0):.0f}",
+            f"{number('connections', 0):.0f}",
+            f"{number('evicted', 0):.0f}",
+            node.facts.get("page_kind", ""),
+        )
+    Console().print(table)
+
+
+def put(
+    key: Annotated[str, typer.Argument(help="32 hexadecimal digits, or name:TEXT.")],
+    file: Annotated[Path, typer.Argument(help="File whose bytes to store; - reads standard input.")] = Path("-"),
+    parent: Annotated[str | None, typer.Option("--parent", help="Key of the block before it; default: a root.")] = None,
+    address: AddressOption = None,
+    as_json: JsonOption = False,
+    token_file: TokenFileOption = None,
+    timeout: TimeoutOption = 5.0,
+) -> None:
+    """Store a file's bytes as one block. Exit code 1 when the block was refused."""
+    from ucxkv.errors import UsageError
+
+    try:
+        value = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+    except OSError as exc:
+        raise UsageError(f"{file}: {exc.strerror}") from exc
+
+    async def store() -> tuple[str, bool]:
+        async with connected(address, token_file, timeout) as kv:
+            status = await kv.put(parse_key(key), value, parent=parse_key(parent) if parent else None)
+            return status.name, status.name in ("STORED", "ALREADY")
+
+    name, stored = asyncio.run(store())
+    if as_json:
+        print(json.dumps({"key": parse_key(key).hex(), "bytes": len(value), "status": name}))
+    else:
+        print(f"{parse_key(key).hex()} {name} {len(value)} bytes")
+    if not stored:
+        raise typer.Exit(1)
+
+
+def get(
+    key: Annotated[str, typer.Argument(help="32 hexadecimal digits, or name:TEXT.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write; - is standard output.")] = Path("-"),
+    address: AddressOption = None,
+    token_file: TokenFileOption = None,
+    timeout: TimeoutOption = 5.0,
+) -> None:
+    """Write a block's bytes to a file or standard output. Exit code 1 on a miss."""
+
+    async def fetch() -> bytes | None:
+        async with connected(address, token_file, timeout) as kv:
+            found: bytes | None = await kv.get(parse_key(key))
+            return found
+
+    value = asyncio.run(fetch())
+    if value is None:
+        print(f"ucxkv: {parse_key(key).hex()} is not stored", file=sys.stderr)
+        raise typer.Exit(1)
+    if str(output) == "-":
+        sys.stdout.buffer.write(value)
+        sys.stdout.buffer.flush()
+    else:
+        output.write_bytes(value)
+        print(f"{parse_key(key).hex()} {len(value)} bytes, sum verified, written to {output}", file=sys.stderr)
+
+
+def ls(
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="At most so many keys.")] = 1000,
+    address: AddressOption = None,
+    as_json: JsonOption = False,
+    token_file: TokenFileOption = None,
+    timeout: TimeoutOption = 5.0,
+) -> None:
+    """List the visible blocks: key, bytes, tier, parts, node."""
+
+    async def ask() -> list[KeyInfo]:
+        async with connected(address, token_file, timeout) as kv:
+            found: list[KeyInfo] = await kv.list_keys(limit=limit)
+            return found
+
+    found = asyncio.run(ask())
+    for info in found:
+        tier = _TIERS[info.tier]
+        if as_json:
+            fields = {"key": info.key.hex(), "bytes": info.nbytes, "tier": tier, "parts": info.parts, "node": info.node}
+            print(json.dumps(fields))
+        else:
+            print(f"{info.key.hex()}  {info.nbytes:>12}  {tier:<4}  {info.parts:>2}  {info.node}")
+    if len(found) >= limit and not as_json:
+        print(f"(the first {limit}; --limit shows more)", file=sys.stderr)
+
+
+def rm(
+    keys: Annotated[list[str], typer.Argument(help="32 hexadecimal digits, or name:TEXT; several.")],
+    address: AddressOption = None,
+    as_json: JsonOption = False,
+    token_file: TokenFileOption = None,
+    timeout: TimeoutOption = 5.0,
+) -> None:
+    """Delete blocks. A block stays while it has children that are not deleted too. Exit code 1 if any stayed."""
+
+    async def delete() -> list[int]:
+        async with connected(address, token_file, timeout) as kv:
+            return [int(value) for value in await kv.delete([parse_key(key) for key in keys])]
+
+    from ucxkv.client.results import DeleteStatus
+
+    statuses = [DeleteStatus(value).name for value in asyncio.run(delete())]
+    for key, name in zip(keys, statuses, strict=True):
+        print(
+            json.dumps({"key": parse_key(key).hex(), "status": name}) if as_json else f"{parse_key(key).hex()} {name}"
+        )
+    if any(name != "DELETED" for name in statuses):
+        raise typer.Exit(1)

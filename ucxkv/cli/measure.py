@@ -1,0 +1,254 @@
+"""Measuring: rows, quantiles, the machine's conditions, and the copy that every figure is held against.
+
+The limit of moving a block is `memcpy` of the same bytes, from a shared mapping into the same destination, by the same
+C, in the same process, alternating with what is measured; both are timed over the same rounds, so that a busy machine
+hits both. GB is 10^9 bytes, times are wall clock, medians are over rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import platform
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ucxkv.sizes import short_size
+
+__all__ = [
+    "Conditions",
+    "Copier",
+    "Series",
+    "anonymous_blocks",
+    "cpu_seconds",
+    "last_level_cache_bytes",
+    "print_rows",
+    "row",
+]
+
+Blocks = npt.NDArray[np.uint8]
+Row = dict[str, object]
+
+
+@dataclass(slots=True)
+class Series:
+    """Wall times of one operation, in rounds. Each round is a list of nanoseconds."""
+
+    rounds: list[list[int]] = field(default_factory=list)
+
+    def start_round(self) -> list[int]:
+        """The list to append this round's nanoseconds to."""
+        self.rounds.append([])
+        return self.rounds[-1]
+
+    @property
+    def p50_us(self) -> float:
+        """Median over the rounds' medians."""
+        return float(np.median([np.median(times) for times in self.rounds])) / 1e3
+
+    @property
+    def p99_us(self) -> float:
+        """99th percentile over all."""
+        return float(np.percentile(np.concatenate([np.asarray(times) for times in self.rounds]), 99)) / 1e3
+
+    @property
+    def spread(self) -> float:
+        """(largest - smallest) / median of the rounds' medians: how far to trust p50."""
+        medians = [float(np.median(times)) for times in self.rounds]
+        return (max(medians) - min(medians)) / max(float(np.median(medians)), 1.0)
+
+
+def row(
+    bench: str, op: str, measured: Series, limit: Series | None = None, *, nbytes: int = 0, **fields: object
+) -> Row:
+    """One result: quantiles, rate, the limit's own figures and the ratio measured / limit.
+
+    nbytes: bytes that one measured operation moves (of all its blocks together); 0 when it moves none.
+    """
+    found: Row = {"bench": bench, "op": op, **fields, "p50_us": round(measured.p50_us, 2)}
+    found["p99_us"] = round(measured.p99_us, 2)
+    found["spread"] = round(measured.spread, 3)
+    found["samples"] = sum(len(times) for times in measured.rounds)
+    if nbytes:
+        found["gbps"] = round(nbytes / measured.p50_us / 1e3, 3)
+    if limit is not None:
+        found["limit_us"] = round(limit.p50_us, 2)
+        if nbytes:
+            found["limit_gbps"] = round(nbytes / limit.p50_us / 1e3, 3)
+        found["ratio"] = round(measured.p50_us / limit.p50_us, 3)
+    return found
+
+
+def anonymous_blocks(count: int, nbytes: int) -> Blocks:
+    """u8[count, nbytes] of private memory, huge pages asked for, touched: what an engine's pool of blocks is."""
+    memory = mmap.mmap(-1, max(count * nbytes, mmap.PAGESIZE), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return _blocks(memory, count, nbytes)
+
+
+def _blocks(memory: mmap.mmap, count: int, nbytes: int) -> Blocks:
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        pass  # a kernel without huge pages is measured as it is
+    flat: Blocks = np.frombuffer(memory, np.uint8)[: count * nbytes]
+    flat.fill(1)
+    return flat.reshape(count, nbytes)
+
+
+class Copier:
+    """The limit: memcpy of blocks from a shared mapping (a memfd, as a node's segment is) into `into`."""
+
+    def __init__(self, into: Blocks) -> None:
+        """into: u8[count, nbytes], the destination that is measured too."""
+        from ucxkv.tiers._host import lib
+
+        self._copy_times = lib.kv_copy_times
+        descriptor = os.memfd_create("ucxkv-limit", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, max(into.nbytes, mmap.PAGESIZE))
+            self._memory = mmap.mmap(descriptor, max(into.nbytes, mmap.PAGESIZE), mmap.MAP_SHARED)
+        finally:
+            os.close(descriptor)
+        self._source = _blocks(self._memory, *into.shape)
+        self._ns = np.zeros(1, np.uint64)
+        self._from, self._to, self._nbytes = self._source.ctypes.data, into.ctypes.data, into.shape[1]
+
+    def copy_ns(self, source: int, target: int) -> int:
+        """Nanoseconds of one memcpy of block `source` over block `target`, timed in C."""
+        n = self._nbytes
+        self._copy_times(self._to + target * n, self._from + source * n, n, n, 1, self._ns.ctypes.data, 0)
+        return int(self._ns[0])
+
+    def copies_ns(self, sources: Iterable[int], targets: Iterable[int]) -> int:
+        """The sum over several blocks."""
+        return sum(map(self.copy_ns, sources, targets))
+
+
+def last_level_cache_bytes() -> int:
+    """Size of the largest cache of core 0; 32 MiB when the system does not say."""
+    sizes = [0]
+    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        try:
+            text = index.read_text().strip()
+            sizes.append(int(text[:-1]) << {"K": 10, "M": 20}[text[-1]])
+        except (OSError, ValueError, KeyError):
+            continue
+    return max(sizes) or 32 << 20
+
+
+def cpu_seconds(pids: Sequence[int] = ()) -> float:
+    """CPU seconds used so far by this process and by the processes `pids` (a dead one counts 0)."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    total = time.process_time()
+    for pid in pids:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        total += (int(fields[11]) + int(fields[12])) / ticks
+    return total
+
+
+class Conditions:
+    """What the figures depend on. Made at a run's start; `report()` at its end adds the load of others."""
+
+    def __init__(self, pids: Sequence[int] = ()) -> None:
+        """pids: processes that belong to the run, besides this one."""
+        self._pids = list(pids)
+        self._busy, self._stolen = self._cpu()
+        self._own, self._start = cpu_seconds(self._pids), time.monotonic()
+
+    @staticmethod
+    def _cpu() -> tuple[float, float]:
+        """CPU seconds of the whole machine: (busy, stolen)."""
+        fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+        ticks = os.sysconf("SC_CLK_TCK")
+        return sum(fields[:3] + fields[5:7]) / ticks, fields[7] / ticks
+
+    def report(self, **facts: object) -> Row:
+        """cores, cpu, kernel, cache, pages, and how many cores others kept busy or the hypervisor took, on average."""
+        wall = max(time.monotonic() - self._start, 1e-3)
+        busy, stolen = self._cpu()
+        own = cpu_seconds(self._pids) - self._own
+        pages = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+        return {
+            "cores": len(os.sched_getaffinity(0)),
+            "cpu": _cpu_model(),
+            "kernel": platform.release(),
+            "python": platform.python_version(),
+            "last_level_cache": short_size(last_level_cache_bytes()),
+            "thp_shmem": _chosen(pages),
+            "other_cpus": round(max(0.0, (busy - self._busy - own) / wall), 2),
+            "stolen_cpus": round(max(0.0, (stolen - self._stolen) / wall), 2),
+            **facts,
+        }
+
+
+def _chosen(path: Path) -> str:
+    try:
+        text = path.read_text()
+    except OSError:
+        return "absent"
+    return text[text.find("[") + 1 : text.find("]")]
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.machine()
+
+
+_COLUMNS = {
+    "op": "operation",
+    "path": "path",
+    "bytes": "block",
+    "batch": "batch",
+    "concurrency": "at once",
+    "p50_us": "p50 us",
+    "p99_us": "p99 us",
+    "gbps": "GB/s",
+    "keys_s": "keys/s",
+    "limit_name": "limit",
+    "limit_us": "limit us",
+    "limit_gbps": "limit GB/s",
+    "ratio": "ratio",
+    "spread": "spread",
+}
+
+
+def print_rows(title: str, rows: Sequence[Row], conditions: Row, *, as_json: bool, version: str) -> None:
+    """Print results: one JSON object a line, each with its conditions, or a table with the conditions below it."""
+    if as_json:
+        for found in rows:
+            print(json.dumps({**found, "version": version, "conditions": conditions}), flush=True)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{title} (ucxkv {version})")
+    used = [name for name in _COLUMNS if any(name in found for found in rows)]
+    for name in used:
+        table.add_column(_COLUMNS[name], justify="left" if name in ("op", "path", "limit_name") else "right")
+    for found in rows:
+        table.add_row(*[_cell(name, found.get(name, "")) for name in used])
+    console = Console()
+    console.print(table)
+    console.print(", ".join(f"{name} {value}" for name, value in conditions.items()), style="dim", markup=False)
+
+
+def _cell(name: str, value: object) -> str:
+    if name == "bytes" and isinstance(value, int):
+        return short_size(value)
+    if name == "keys_s" and isinstance(value, int | float):
+        return f"{value:,.0f}"
+    return str(value)

@@ -1,0 +1,146 @@
+"""`ucxkv node`: one node as a process.
+
+Promises: logs go to stderr only; when the node is ready, exactly one line of JSON goes to stdout (READY); SIGTERM and
+SIGINT stop it gracefully with exit code 0; with --stop-with-stdin it also ends when whoever holds its standard input's
+other end is gone, even killed, and even when its own event loop hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ucxkv.node.config import NodeConfig
+
+__all__ = ["READY", "node"]
+
+READY = "node.ready"
+_STOP_S = 10.0
+
+
+def node(
+    config: Annotated[Path | None, typer.Option("--config", help="TOML file with a table [node]; flags win.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Unique in the cluster; default: the host's name.")] = None,
+    listen: Annotated[str | None, typer.Option("--listen", help="host:port; port 0 takes a free one.")] = None,
+    host_bytes: Annotated[str | None, typer.Option("--host-bytes", help="Memory for blocks: 1GiB, 512MiB.")] = None,
+    huge_pages: Annotated[str | None, typer.Option("--huge-pages", help="auto, never or require.")] = None,
+    slots_count: Annotated[int | None, typer.Option("--slots-count", help="Most blocks held; 0 = by size.")] = None,
+    join: Annotated[list[str] | None, typer.Option("--join", help="Address of a node to join; repeatable.")] = None,
+    advertise: Annotated[str | None, typer.Option("--advertise", help="Address that others are told.")] = None,
+    token_file: Annotated[Path | None, typer.Option("--token-file", help="File with the shared token.")] = None,
+    metrics_listen: Annotated[str | None, typer.Option("--metrics-listen", help="host:port for Prometheus.")] = None,
+    ucx_library: Annotated[str | None, typer.Option("--ucx-library", help="Path of the libucp.so.0 to use.")] = None,
+    message_path: Annotated[
+        bool | None, typer.Option("--message-path/--no-message-path", help="Serve over UCX messages too.")
+    ] = None,
+    log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
+    log_json: Annotated[
+        bool, typer.Option("--log-json", help="Logs as JSON lines; default when not a terminal.")
+    ] = False,
+    stop_with_stdin: Annotated[
+        bool, typer.Option("--stop-with-stdin", help="End when standard input closes: dies with its parent.")
+    ] = False,
+) -> None:
+    """Run one node until SIGTERM or Ctrl-C."""
+    from ucxkv.config import node_config
+    from ucxkv.errors import UsageError
+
+    if log_level not in ("debug", "info", "warning", "error"):
+        raise UsageError(f"--log-level {log_level!r}: use debug, info, warning or error")
+    flags: dict[str, object] = {
+        "name": name,
+        "listen": listen,
+        "host_bytes": host_bytes,
+        "huge_pages": huge_pages,
+        "slots_count": slots_count,
+        "join": tuple(join) if join else None,
+        "advertise": advertise,
+        "token_file": token_file,
+        "metrics_listen": metrics_listen,
+        "ucx_library": ucx_library,
+        "message_path": message_path,
+    }
+    settings = node_config(config, flags)
+    _log_to_stderr(log_level, log_json or not sys.stderr.isatty())
+    if stop_with_stdin:
+        threading.Thread(target=_stop_with_stdin, name="stdin", daemon=True).start()
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_serve(settings))
+
+
+async def _serve(config: NodeConfig) -> None:
+    import ucxkv
+    from ucxkv.node import Node
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with Node(config) as running:
+        ready = {"event": READY, "name": config.name, "address": running.address, "pid": os.getpid()}
+        print(json.dumps({**ready, "version": ucxkv.__version__}), flush=True)
+        serving = asyncio.ensure_future(running.serve_forever())
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                await serving
+        finally:
+            serving.cancel()
+            stopping.cancel()
+            await asyncio.gather(serving, stopping, return_exceptions=True)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's event loop when it is installed, else None: asyncio's own."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def _stop_with_stdin() -> None:
+    """Wait for the end of standard input, ask this process to stop, and end it when it has not within _STOP_S."""
+    while True:
+        try:
+            if not os.read(0, 4096):
+                break
+        except OSError:
+            break
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_STOP_S)
+    os._exit(1)
+
+
+def _log_to_stderr(level: str, as_json: bool) -> None:
+    import structlog
+
+    renderer: structlog.types.Processor
+    renderer = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=True)
+    processors: list[structlog.types.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    if as_json:
+        processors.append(structlog.processors.format_exc_info)
+    structlog.configure(
+        processors=[*processors, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        cache_logger_on_first_use=True,
+    )
