@@ -55,14 +55,15 @@ fi
 
 reports="$(mktemp -d)"
 trap 'rm -rf "$reports"' EXIT
-summary=() failed_steps=0
+summary=() failed_steps=0 foreground=()
+[ -t 0 ] && foreground=(--foreground) # so that Ctrl-C reaches the step
 
 step() {
   # step NAME SECONDS COMMAND...: a header, the command under a time limit, its outcome and how long it took.
   local name="$1" limit_s="$2" started=$SECONDS code outcome=passed
   shift 2
   printf '\n== %s  (%d s since the start)\n' "$name" "$SECONDS"
-  timeout --kill-after=10 "$limit_s" "$@" </dev/null
+  timeout ${foreground[@]+"${foreground[@]}"} --kill-after=10 "$limit_s" "$@" </dev/null
   code=$?
   if [ "$code" -ne 0 ]; then
     failed_steps=$((failed_steps + 1)) outcome="FAILED (exit $code)"

@@ -14,7 +14,7 @@ SYSTEM = {**WHEEL, "source": "system", "transports": ("tcp", "ib"), "has_verbs":
 LAPTOP = {
     "native": lambda: "",
     "ucx": lambda: WHEEL,
-    "other_ucx": lambda: [],
+    "other_ucx": list,
     "memlock": lambda: 8 << 20,
     "dev_shm_free": lambda: 8 << 30,
     "io_uring": lambda: "",
@@ -49,7 +49,7 @@ def test_a_laptop_without_devices_has_nothing_to_mend(tmp_path: Path) -> None:
 
 
 def test_an_rdma_host_with_the_wheel_is_told_to_install_a_system_ucx(tmp_path: Path) -> None:
-    """Goal: idle RDMA devices are noticed. Method: a recorded device and port, first with the wheel, then a system UCX."""
+    """Goal: idle RDMA devices are noticed. Method: a recorded device, with the wheel, then a system UCX."""
     port = "sys/class/infiniband/mlx5_0/ports/1"
     root = _tree(tmp_path, {**PLAIN, f"{port}/state": "4: ACTIVE\n", f"{port}/rate": "100 Gb/sec (4X EDR)\n"})
     found = _findings(Host(LAPTOP, root))

@@ -38,6 +38,8 @@ LAYERS = {
     "ucxkv.client": "client",
     "ucxkv.sequence": "client",
     "ucxkv.sync": "client",
+    "ucxkv.dial": "link",
+    "ucxkv.memory": "link",
     "ucxkv.node": "node",
     "ucxkv.config": "node",
     "ucxkv.cli": "cli",
@@ -51,9 +53,10 @@ BELOW = {
     "tiers": set(),
     "values": set(),
     "cores": {"values"},
-    "client": {"cores", "values", "transport", "tiers"},
-    "node": {"cores", "values", "transport", "tiers"},
-    "cli": {"face", "client", "node", "cores", "values", "transport", "tiers"},
+    "link": {"cores", "values", "transport", "tiers"},  # what both shells need: dialling, mapped memory
+    "client": {"link", "cores", "values", "transport", "tiers"},
+    "node": {"link", "cores", "values", "transport", "tiers"},
+    "cli": {"face", "client", "node", "link", "cores", "values", "transport", "tiers"},
     "face": {"client", "node", "values", "cores"},
 }
 
@@ -69,6 +72,7 @@ FOREIGN = {
     "typer": ("ucxkv.cli",),
     "rich": ("ucxkv.cli",),
     "uvloop": ("ucxkv.node", "ucxkv.cli", "ucxkv.sync"),
+    "typing_extensions": ("ucxkv",),  # for type checkers only
 }
 
 # Our own native modules -> the package that may import them.

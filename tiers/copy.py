@@ -37,6 +37,7 @@ __all__ = [
     "CopySpeed",
     "NativeEngine",
     "TwinEngine",
+    "copy_ns",
     "copy_speed",
     "copy_sum",
     "engine",
@@ -258,3 +259,17 @@ def copy_speed(
             )
     ns, p99 = float(np.median(times)), float(np.percentile(times, 99))
     return CopySpeed(nbytes=nbytes, gbps=nbytes / max(ns, 1.0), us=ns / 1e3, us_p99=p99 / 1e3)
+
+
+def copy_ns(dst: int, src: int, nbytes: int) -> int:
+    """Nanoseconds of one memcpy of nbytes from address src to dst, timed in C: the limit that a benchmark holds against.
+
+    Needs the native module (RuntimeError without it). The memory must be the caller's and must not overlap.
+    """
+    if _lib is None:
+        raise RuntimeError("copy_ns needs the native module ucxkv.tiers._host")
+    _lib.kv_copy_times(dst, src, nbytes, nbytes, 1, _one_time.ctypes.data, 0)
+    return int(_one_time[0])
+
+
+_one_time = np.zeros(1, np.uint64)
