@@ -45,8 +45,8 @@ _FD_SHIFT = 8
 Handler = Callable[["ControlConnection", Message], None]
 """Called in the loop for every request and one-way message. It answers with `connection.reply`, now or later.
 
-Descriptors it does not take before it returns are closed. An exception it raises ends this connection and is reported to
-the loop's exception handler.
+Descriptors it does not take before it returns are closed. An exception it raises ends this connection and is reported
+to the loop's exception handler.
 """
 
 
@@ -332,7 +332,8 @@ class ControlConnection:
     # ---- receiving
 
     def wait_inline(self, future: asyncio.Future[Message], deadline_ns: int | None = None) -> None:
-        """Poll the socket for a fast answer, at most `inline_wait_us`; after a miss, skip the next 1, 2, 4 .. 64 chances."""
+        """Poll the socket for a fast answer, at most `inline_wait_us`; after a miss, skip the next 1, 2, 4 .. 64
+        chances."""
         if not self._inline_wait_ns or future.done():
             return
         if self._inline_skip:

@@ -1,0 +1,134 @@
+"""The UCX context: settings, memory registration, and the mapping of UCX's statuses to the transport's errors.
+
+A context loads libucp on first use (library.py). Our settings are applied to it alone, never to the environment, and
+each only when the user did not set its UCX_ variable. Close what was made from a context (workers, memory) before it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from . import library
+from .base import Closed, ForkGuard, PeerLost, SetupFailed, TransportError, UcxError, UsageError
+
+__all__ = ["DEFAULT_SETTINGS", "SAME_HOST_TRANSPORTS", "Context", "error_from_status"]
+
+DEFAULT_SETTINGS: Mapping[str, str] = {
+    "TCP_TX_SEG_SIZE": "256k",  # 8 KiB by default: 0.85 instead of 3 to 5 GB/s over TCP
+    "TCP_RX_SEG_SIZE": "256k",
+    "KEEPALIVE_INTERVAL": "1s",  # a dead peer is found within two of them; 20 s by default
+    "MAX_RMA_RAILS": "2",
+}
+SAME_HOST_TRANSPORTS = "posix,cma,self"
+"""For `transports`: shared memory and cross-memory attach only; use error mode NONE and a control connection with
+it."""
+
+_CANCELED = -16
+_LOST = frozenset((-6, -9, -20, -21, -24, -25, -80))  # unreachable, no device, timed out twice, reset, rejected ...
+_BAD_POSIX_SEGMENT = re.compile(r"(\d+)([kKmM]?)")
+
+
+def error_from_status(status: int, what: str) -> TransportError:
+    """The error that a negative ucs_status_t means: PeerLost, Closed (cancelled), UsageError (full) or UcxError."""
+    _, lib = library.binding()
+    ffi, _ = library.binding()
+    text = f"{what}: {ffi.string(lib.kv_status_text(status)).decode()}"
+    if status == _CANCELED:
+        return Closed(text)
+    if status == -1000:
+        return UsageError(f"{text}; await some of them first")
+    if status in _LOST or status == -25:
+        return PeerLost(text)
+    return UcxError(text, status)
+
+
+class Context:
+    """A UCX context with its registered memory.
+
+    transports: UCX_TLS for this context alone (None: UCX's choice, or the user's UCX_TLS); settings: further UCX_
+    settings without the prefix; is_shared: its workers run in different threads (the data service's does);
+    library_path: see library.load. Raises SetupFailed.
+    """
+
+    def __init__(
+        self,
+        *,
+        transports: str | None = None,
+        settings: Mapping[str, str] | None = None,
+        is_shared: bool = True,
+        library_path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.library = library.load(library_path)
+        self._ffi, self._lib = library.binding()
+        self.guard = ForkGuard("this UCX context")
+        wanted = dict(DEFAULT_SETTINGS)
+        if transports is not None:
+            wanted["TLS"] = transports
+        wanted = {name: value for name, value in wanted.items() if f"UCX_{name}" not in os.environ}
+        wanted.update(settings or {})
+        _refuse_crashing_segment(wanted.get("POSIX_SEG_SIZE") or os.environ.get("UCX_POSIX_SEG_SIZE"))
+        self.settings: Mapping[str, str] = wanted
+        self.handle = self._open(wanted, is_shared)
+        self.unknown_settings_count: int
+        self.users_count = 0
+        """Workers and memory regions that still use this context."""
+
+    def _open(self, wanted: Mapping[str, str], is_shared: bool) -> Any:
+        ffi = self._ffi
+        texts = [
+            (ffi.new("char[]", name.encode()), ffi.new("char[]", value.encode())) for name, value in wanted.items()
+        ]
+        names = ffi.new("const char *[]", [name for name, _ in texts] or [ffi.NULL])
+        values = ffi.new("const char *[]", [value for _, value in texts] or [ffi.NULL])
+        out, unknown = ffi.new("ucp_context_h *"), ffi.new("uint32_t *")
+        status = self._lib.kv_context_open(names, values, len(texts), is_shared, out, unknown)
+        if status != 0:
+            reason = ffi.string(self._lib.kv_status_text(status)).decode()
+            raise SetupFailed(
+                f"UCX {self.library.version_text} ({self.library.directory}) opens no context: {reason}; "
+                f"settings {dict(wanted)}, modules found: {', '.join(self.library.modules) or 'none'}"
+            )
+        self.unknown_settings_count = unknown[0]
+        return out[0]
+
+    def close(self) -> None:
+        """Free the context. Idempotent. Raises UsageError while workers or memory regions of it are open."""
+        if self.handle is None or self.guard.is_forked:
+            return
+        if self.users_count:
+            raise UsageError(
+                f"{self.users_count} workers or memory regions still use this UCX context; close them first"
+            )
+        handle, self.handle = self.handle, None
+        self._lib.kv_context_close(handle)
+
+    def acquire(self) -> Any:
+        """The native handle for a new user of this context; give it back with `release`."""
+        self.guard.check()
+        if self.handle is None:
+            raise Closed("this UCX context is closed")
+        self.users_count += 1
+        return self.handle
+
+    def release(self) -> None:
+        """One user of this context is gone."""
+        self.users_count -= 1
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _refuse_crashing_segment(value: str | None) -> None:
+    match = _BAD_POSIX_SEGMENT.fullmatch(value or "")
+    if match is None:
+        return
+    size = int(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()]
+    if size >= 64 << 10:
+        raise SetupFailed(f"UCX_POSIX_SEG_SIZE={value} crashes receivers of UCX up to 1.22; use 60k or less")
