@@ -39,7 +39,17 @@ def main() -> int:
         signal.signal(number, stop)
     nodes: list[NodeProcess] = []
     try:
-        start_all(arguments, nodes)
+        start_all(
+            nodes,
+            arguments.nodes,
+            host_bytes=arguments.host_bytes,
+            host=arguments.host,
+            base_port=arguments.base_port,
+            prefix=arguments.name,
+            ready_s=arguments.ready_s,
+            rest=arguments.rest,
+            keep_log=not arguments.logs,
+        )
         announce(nodes, arguments.json)
         dead = watch(nodes)
         console.print(f"node {dead.name} (pid {dead.pid}) ended with exit code {dead.process.returncode}", style="red")
@@ -87,19 +97,29 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def start_all(arguments: argparse.Namespace, nodes: list[NodeProcess]) -> None:
+def start_all(
+    nodes: list[NodeProcess],
+    count: int,
+    *,
+    host_bytes: str = "1GiB",
+    host: str = "127.0.0.1",
+    base_port: int = 0,
+    prefix: str = "n",
+    ready_s: float = 60.0,
+    rest: Sequence[str] = (),
+    keep_log: bool = True,
+) -> None:
     """Start and await all; `nodes` always holds those that run, so that the caller can stop them."""
-    deadline_s = time.monotonic() + arguments.ready_s
-    host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-    for index in range(arguments.nodes):
-        port = arguments.base_port + index if arguments.base_port else 0
+    deadline_s = time.monotonic() + ready_s
+    host = f"[{host}]" if ":" in host else host
+    for index in range(count):
         node = start_node(
-            f"{arguments.name}{index + 1}",
-            listen=f"{host}:{port}",
-            host_bytes=arguments.host_bytes,
+            f"{prefix}{index + 1}",
+            listen=f"{host}:{base_port + index if base_port else 0}",
+            host_bytes=host_bytes,
             join=[nodes[0].address] if nodes else [],
-            arguments=arguments.rest,
-            keep_log=not arguments.logs,
+            arguments=rest,
+            keep_log=keep_log,
         )
         nodes.append(node)
         if index == 0:
