@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Extent", "ForeignExtent", "NoSpace", "SetupFailed", "TierError", "ValueTooLarge"]
+__all__ = ["Extent", "ForeignExtent", "GrantLimit", "NoSpace", "SetupFailed", "TierError", "ValueTooLarge"]
 
 
 class TierError(Exception):
@@ -28,6 +28,10 @@ class ForeignExtent(TierError):
 
     Nothing was changed by the call that raises it.
     """
+
+
+class GrantLimit(TierError):
+    """The connection holds as much as one may: it commits or hands back before it asks for more."""
 
 
 class SetupFailed(TierError):
