@@ -97,7 +97,7 @@ def test_the_keys_of_real_engines_are_accepted() -> None:
 def test_a_namespace_that_differs_in_any_field_shares_no_key(field: str) -> None:
     """Goal: user voices 11 and 12: another dtype, rank or tenant is a miss. Method: change each field in turn."""
     value = getattr(SPACE, field)
-    changed = (not value) if isinstance(value, bool) else value + 1 if isinstance(value, int) else value + "x"
+    changed: Any = (not value) if isinstance(value, bool) else value + 1 if isinstance(value, int) else value + "x"
     other = dataclasses.replace(SPACE, **{field: changed})
     assert other.digest != SPACE.digest
     assert ForeignKeys(other).one(b"key") != ForeignKeys(SPACE).one(b"key")

@@ -95,7 +95,7 @@ def test_another_dtype_head_order_or_size_gives_other_keys(change: dict[str, Any
 
 def test_every_field_is_in_the_test_above() -> None:
     """Goal: a new field cannot be left out of the fingerprint unseen. Method: compare their names."""
-    marks = test_another_dtype_head_order_or_size_gives_other_keys.pytestmark  # type: ignore[attr-defined]
+    marks = test_another_dtype_head_order_or_size_gives_other_keys.pytestmark
     changed = {name for change in marks[0].args[1] for name in change}
     assert changed == {field.name for field in dataclasses.fields(Layout)}
 
