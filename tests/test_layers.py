@@ -39,7 +39,7 @@ LAYERS = {
     "ucxkv.sequence": "client",
     "ucxkv.sync": "client",
     "ucxkv.dial": "link",
-    "ucxkv.memory": "link",
+    "ucxkv.memory": "values",
     "ucxkv.node": "node",
     "ucxkv.config": "node",
     "ucxkv.cli": "cli",
@@ -53,7 +53,7 @@ BELOW = {
     "tiers": set(),
     "values": set(),
     "cores": {"values"},
-    "link": {"cores", "values", "transport", "tiers"},  # what both shells need: dialling, mapped memory
+    "link": {"cores", "values", "transport", "tiers"},  # what both shells need: dialling
     "client": {"link", "cores", "values", "transport", "tiers"},
     "node": {"link", "cores", "values", "transport", "tiers"},
     "cli": {"face", "client", "node", "link", "cores", "values", "transport", "tiers"},
