@@ -1,1 +1,83 @@
-"""ucxkv: an asyncio service on UCX that stores the attention KV cache of LLM inference."""
+"""ucxkv: an asyncio service on UCX that stores the attention KV cache of LLM inference.
+
+    async with ucxkv.connect("127.0.0.1:13337") as kv:
+        await kv.put_many(keys, blocks, parents="chain")
+        result = await kv.get_many(keys, into=blocks)
+
+Importing this sets no environment variable, starts no thread and loads neither libucp nor torch.
+"""
+
+from __future__ import annotations
+
+from ucxkv.client import (
+    Client,
+    DeleteStatus,
+    GetResult,
+    KeyInfo,
+    Lease,
+    Match,
+    NodeStatus,
+    Part,
+    PathKind,
+    PeerInfo,
+    PutResult,
+    PutStatus,
+    ReadStatus,
+    View,
+    connect,
+)
+from ucxkv.errors import (
+    ClientClosed,
+    DeadlineExceeded,
+    ForkError,
+    IntegrityError,
+    Overloaded,
+    SetupError,
+    StaleError,
+    UcxKvError,
+    Unavailable,
+    UsageError,
+    ValueTooLarge,
+    VersionMismatch,
+)
+from ucxkv.foreign import ForeignKeys, Namespace
+from ucxkv.ids import ROOT_KEY
+from ucxkv.keys import block_keys
+from ucxkv.layout import Layout
+from ucxkv.version import VERSION as __version__
+
+__all__ = [
+    "ROOT_KEY",
+    "Client",
+    "ClientClosed",
+    "DeadlineExceeded",
+    "DeleteStatus",
+    "ForeignKeys",
+    "ForkError",
+    "GetResult",
+    "IntegrityError",
+    "KeyInfo",
+    "Layout",
+    "Lease",
+    "Match",
+    "Namespace",
+    "NodeStatus",
+    "Overloaded",
+    "Part",
+    "PathKind",
+    "PeerInfo",
+    "PutResult",
+    "PutStatus",
+    "ReadStatus",
+    "SetupError",
+    "StaleError",
+    "UcxKvError",
+    "Unavailable",
+    "UsageError",
+    "ValueTooLarge",
+    "VersionMismatch",
+    "View",
+    "__version__",
+    "block_keys",
+    "connect",
+]

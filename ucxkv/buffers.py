@@ -82,6 +82,17 @@ class Pieces:
         """Whether every value is exactly one piece, so that `first` counts 0, 1, 2 ..."""
         return self.length is self.nbytes
 
+    def run(self, start: int, stop: int) -> Pieces:
+        """The values start, ..., stop - 1, sharing memory owners and arrays with this one."""
+        if start == 0 and stop >= len(self.nbytes):
+            return self
+        if self.is_flat:
+            length = self.length[start:stop]
+            return self._like(_one_each(len(length)), self.addr[start:stop], length, length)
+        begin, end = int(self.first[start]), int(self.first[stop])
+        first = self.first[start : stop + 1] - np.uint32(begin)
+        return self._like(first, self.addr[begin:end], self.length[begin:end], self.nbytes[start:stop])
+
     def take(self, indices: npt.ArrayLike) -> Pieces:
         """The values at `indices` (in range, any order, repeats allowed); memory owners are shared with this one."""
         index = np.asarray(indices, dtype=np.intp)

@@ -162,6 +162,11 @@ async def _shake_hands(
             reply.close_fds()
             reply = await connection.request_message(response.CODE, encode(response), deadline_ns)
             answer = decode(reply.type, reply.payload)
+        elif caller.token and isinstance(answer, m.Welcome):
+            raise errors.SetupError(
+                f"the node at {address} asks for no token, so it cannot prove that it is yours",
+                fix="start the node with the same token",
+            )
         if isinstance(answer, m.Failure):
             raise_failure(answer, address)
         if not isinstance(answer, m.Welcome):

@@ -10,7 +10,7 @@ Arrays travel as raw little-endian bytes so that nothing is boxed a key: `keys` 
 | any -> node | Hello -> Welcome, or Challenge; Proof -> Welcome |
 | client -> node | Grant -> Granted; Put, PutPart -> PutDone; LeaseKeys -> Leased; Renew, Release -> Done; Delete -> Statuses |
 | client -> node | ListKeys -> KeyPage; GetStatus -> NodeReport; GetRegions -> Regions; GetMembers, Join -> Members |
-| client -> node, one way | Touch, Bye |
+| client -> node, one way | Touch, Return, Damaged, Bye |
 | node -> node | Adopt -> Statuses; Reclaim -> Done; one way: Surrender |
 | node -> client, one way | Members (the membership changed) |
 | any | Failure answers any request that could not be carried out |
@@ -135,6 +135,7 @@ class Granted(Message, frozen=True):
 class Put(Message, frozen=True):
     """Commit n single-part blocks whose bytes lie in extents granted to this connection.
 
+    The message uses its extents up, whatever becomes of each block: the sender writes them no more.
     refill_length: ask for as many new extents of this size as were used, in the answer.
     """
 
@@ -167,7 +168,7 @@ class PutPart(Message, frozen=True):
 
 
 class PutDone(Message, frozen=True):
-    """Per block status; extents of blocks that were not stored stay granted. `refill_*` as in Granted."""
+    """One PutStatus a block, and the Lamport token of the call. `refill_*` as in Granted."""
 
     CODE: ClassVar[int] = 14
     status: bytes
@@ -340,3 +341,18 @@ class Bye(Message, frozen=True):
     """One way: this connection ends in good order and its process writes into none of its extents any more."""
 
     CODE: ClassVar[int] = 36
+
+
+class Return(Message, frozen=True):
+    """One way: extents granted to this connection that it will not use; those it no longer holds are ignored."""
+
+    CODE: ClassVar[int] = 37
+    regions: bytes
+    offsets: bytes
+
+
+class Damaged(Message, frozen=True):
+    """One way: these blocks' bytes did not match their sums; the node checks, and drops what is bad with all below it."""
+
+    CODE: ClassVar[int] = 38
+    keys: bytes

@@ -1,0 +1,39 @@
+"""The asyncio client: `connect` gives a `Client`; `results` has what its calls answer."""
+
+from __future__ import annotations
+
+from ucxkv.client.client import Client
+from ucxkv.client.connecting import Connect, connect
+from ucxkv.client.holding import Lease, View
+from ucxkv.client.results import (
+    DeleteStatus,
+    GetResult,
+    KeyInfo,
+    Match,
+    NodeStatus,
+    Part,
+    PathKind,
+    PeerInfo,
+    PutResult,
+    PutStatus,
+    ReadStatus,
+)
+
+__all__ = [
+    "Client",
+    "Connect",
+    "DeleteStatus",
+    "GetResult",
+    "KeyInfo",
+    "Lease",
+    "Match",
+    "NodeStatus",
+    "Part",
+    "PathKind",
+    "PeerInfo",
+    "PutResult",
+    "PutStatus",
+    "ReadStatus",
+    "View",
+    "connect",
+]

@@ -1,0 +1,101 @@
+"""`ucxkv.connect`: addresses in, an open client out."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from ucxkv import errors
+from ucxkv.client.client import Client
+from ucxkv.client.opening import PATHS, LinkOptions
+from ucxkv.client.router import Router
+from ucxkv.dial import mapped_error
+from ucxkv.transport.address import parse_address
+from ucxkv.transport.base import UsageError as TransportUsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from types import TracebackType
+
+    from ucxkv.client.message import MessageEngine
+
+__all__ = ["Connect", "connect"]
+
+
+class Connect:
+    """A client to be: `async with connect(...) as kv:`, or `kv = await connect(...)` and later `await kv.aclose()`."""
+
+    def __init__(self, addresses: tuple[str, ...], token: str, path: str, timeout_s: float, ucx_library: str) -> None:
+        self._addresses = addresses
+        self._token = token
+        self._path = path
+        self._timeout_s = timeout_s
+        self._ucx_library = ucx_library
+        self._client: Client | None = None
+
+    async def _open(self) -> Client:
+        router = Router(self._addresses)
+        client = Client(router, self._timeout_s)
+        engine: MessageEngine | None = None
+
+        def make_engine() -> MessageEngine:
+            nonlocal engine
+            if engine is None:
+                from ucxkv.client.message import MessageEngine  # noqa: PLC0415  (loads libucp: only when a node needs it)
+
+                engine = MessageEngine(self._ucx_library)
+                client.on_close(engine.close)
+            return engine
+
+        options = LinkOptions(
+            name=f"{socket.gethostname()}:{os.getpid()}",
+            token=self._token,
+            path=self._path,
+            handler=router.on_message,
+            on_lost=router.on_lost,
+            engine=make_engine,
+        )
+        try:
+            await router.open(options, time.monotonic_ns() + int(self._timeout_s * 1e9))
+        except BaseException:
+            await client.aclose()
+            raise
+        return client
+
+    def __await__(self) -> Generator[object, None, Client]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> Client:
+        self._client = await self._open()
+        return self._client
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+
+
+def connect(
+    *addresses: str, token: str | None = None, path: str = "auto", timeout_s: float = 5.0, ucx_library: str = ""
+) -> Connect:
+    """Connect to the cluster that the nodes at `addresses` belong to ("host:port", "[ipv6]:port", "unix:@name").
+
+    One address that answers is enough; the others of the cluster are learnt from it. token: shared secret, default the
+    environment's UCXKV_TOKEN. path: "auto" (mapped memory on the same host, else UCX messages), "mapped" or "message".
+    timeout_s: deadline of connecting, and of every call that gives none of its own. ucx_library: libucp to use for messages.
+    """
+    if not addresses:
+        raise errors.UsageError('no address; pass at least one, as in ucxkv.connect("127.0.0.1:13337")')
+    for address in addresses:
+        try:
+            parse_address(address)
+        except TransportUsageError as exc:
+            raise mapped_error(exc) from exc
+    if path not in PATHS:
+        raise errors.UsageError(f"path={path!r}; one of {', '.join(PATHS)}")
+    if not timeout_s > 0:
+        raise errors.UsageError(f"timeout_s={timeout_s}; pass seconds above 0")
+    return Connect(addresses, os.environ.get("UCXKV_TOKEN", "") if token is None else token, path, timeout_s, ucx_library)

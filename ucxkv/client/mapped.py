@@ -1,0 +1,171 @@
+"""The same-host path: the node's slot table and segments, mapped; one C call reads, proves and never asks anybody.
+
+Invariants
+  - The table is mapped read-only; segments are mapped writable only for what this client was granted.
+  - Bytes are a HIT only when the slot did not change under the copy and the sum agrees.
+  - `close()` unmaps only after no call of this path is running: a reader in a thread counts itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from ucxkv import errors
+from ucxkv.client.path import THREAD_BYTES, U8, U16, U64, chunk_bounds, pieces_iov
+from ucxkv.client.results import PathKind
+from ucxkv.directory import CancelFlag, ReadStatus, SlotReader
+from ucxkv.tiers import copy as tier_copy
+from ucxkv.tiers.segments import MappedSegment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ucxkv.buffers import Pieces
+    from ucxkv.directory import Found, Records
+    from ucxkv.protocol import messages as m
+
+__all__ = ["MappedPath"]
+
+T = TypeVar("T")
+
+
+class MappedPath:
+    """A node's memory in this process. Takes over the descriptors (the table, then the segments of regions 0, 1, ...)."""
+
+    kind = PathKind.MAPPED
+
+    def __init__(self, welcome: m.Welcome, fds: Sequence[int]) -> None:
+        self.why = "the node runs on this host and handed out its memory"
+        self._running = 0
+        self._is_closed = False
+        self.segments: list[MappedSegment] = []
+        try:
+            self._table = MappedSegment(fds[0], welcome.table_bytes, writable=False)
+            self._reader = SlotReader(self._table.view)
+            own = [info for info in welcome.regions if info.node_id == welcome.node_id]
+            for info, fd in zip(own, fds[1:], strict=True):
+                segment = MappedSegment(fd, info.size_bytes, writable=True)
+                self.segments.append(segment)
+                self._reader.map_region(info.region, segment.address, segment.size_bytes)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for fd in fds:
+                os.close(fd)
+        self.read_one = self._reader.read_one
+        """(key, address, length) -> Found; the hot path of a single get."""
+
+    # ---- reading
+
+    async def read(self, keys: bytes, pieces: Pieces, deadline_ns: int | None) -> tuple[U8, U64]:
+        """See Path. Gives the loop a turn every few megabytes; values too large for that are read by a thread."""
+        n = len(pieces)
+        iov = pieces_iov(pieces)
+        cuts = chunk_bounds(pieces.nbytes)
+        if len(cuts) == 2 and (n != 1 or int(pieces.nbytes[0]) <= THREAD_BYTES):
+            result = self._reader.read(keys, pieces.first, iov)
+            return result.status, result.length
+        status, lengths = np.empty(n, np.uint8), np.empty(n, np.uint64)
+        for begin, end in zip(cuts, cuts[1:], strict=False):
+            first = np.ascontiguousarray(pieces.first[begin : end + 1])
+            part = iov[first[0] : first[-1]]
+            first = first - first[0]
+            some = keys[16 * begin : 16 * end]
+            if end - begin == 1 and int(pieces.nbytes[begin]) > THREAD_BYTES:
+                flag = CancelFlag()
+                result = await self._in_thread(lambda s=some, f=first, p=part, c=flag: self._reader.read(s, f, p, c), flag.set)  # type: ignore[misc]
+            else:
+                result = self._reader.read(some, first, part)
+                await asyncio.sleep(0)
+            status[begin:end], lengths[begin:end] = result.status, result.length
+            if self._is_closed:
+                status[end:] = ReadStatus.UNAVAILABLE
+                lengths[end:] = 0
+                break
+        return status, lengths
+
+    async def _in_thread(self, call: Callable[[], T], cancel: Callable[[], None]) -> T:
+        """Run `call` in a thread; when cancelled, stop it and wait until it has let go of the caller's memory."""
+        self._running += 1
+        task = asyncio.ensure_future(asyncio.to_thread(call))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            cancel()
+            await asyncio.wait([task])
+            raise
+        finally:
+            self._running -= 1
+            if self._is_closed and not self._running:
+                self._unmap()
+
+    async def lookup(self, keys: bytes, deadline_ns: int | None) -> tuple[Records, U8]:
+        """See Path."""
+        return self._reader.lookup(keys)
+
+    async def exists(self, keys: bytes, deadline_ns: int | None) -> U8:
+        """See Path."""
+        return self._reader.exists(keys)
+
+    async def match(self, keys: bytes, deadline_ns: int | None) -> int:
+        """See Path."""
+        return self._reader.match(keys)
+
+    def view(self, key: bytes) -> tuple[Found, memoryview | None]:
+        """Where one block lies, and its bytes, read-only; they stay put only under a lease."""
+        found = self._reader.view(key)
+        if found.status is not ReadStatus.HIT:
+            return found, None
+        segment = next(s for s in self.segments if s.address <= found.address < s.address + s.size_bytes)
+        begin = found.address - segment.address
+        return found, segment.view[begin : begin + found.length].toreadonly()
+
+    def map_region(self, region: int, segment: MappedSegment) -> None:
+        """A region of this shard that lies in another node's memory, mapped by that node's path."""
+        self._reader.map_region(region, segment.address, segment.size_bytes)
+
+    def unmap_region(self, region: int) -> None:
+        """Forget a region whose node is gone."""
+        self._reader.unmap_region(region)
+
+    # ---- writing
+
+    async def write(self, pieces: Pieces, regions: U16, offsets: U64, deadline_ns: int | None) -> U64:
+        """See Path. `regions` are numbers of the node's own segments."""
+        n = len(pieces)
+        sums = np.empty(n, np.uint64)
+        bases = np.array([segment.address for segment in self.segments], np.uint64)
+        targets = bases[regions] + offsets
+        iov = pieces_iov(pieces).view(tier_copy.IOV_DTYPE).reshape(-1)
+        flag = tier_copy.CancelFlag()
+        if int(pieces.nbytes.sum()) > THREAD_BYTES:
+            await self._in_thread(lambda: tier_copy.gather(pieces.first, iov, targets, sums, flag), flag.set)
+        else:
+            tier_copy.gather(pieces.first, iov, targets, sums)
+        return sums
+
+    # ---- the end
+
+    def close(self) -> None:
+        """See Path. Views that are still held keep their pages; new reads are refused."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not self._running:
+            self._unmap()
+
+    def _unmap(self) -> None:
+        self.read_one = _closed
+        for segment in self.segments:
+            segment.close()
+        if hasattr(self, "_table"):
+            self._table.close()
+
+
+def _closed(key: bytes, address: int, length: int) -> Found:
+    raise errors.ClientClosed("this client is closed; connect again")

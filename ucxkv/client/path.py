@@ -1,0 +1,74 @@
+"""How a client reaches one node's memory: the seam between the link and what moves the bytes.
+
+One suite of contract tests runs on every implementation. A path never raises for the state of a single key: that is its
+status. It raises `Unavailable` when the node is gone, and it writes into no destination after the call has ended.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from ucxkv.buffers import Pieces
+    from ucxkv.client.results import PathKind
+    from ucxkv.directory import Records
+
+U8 = npt.NDArray[np.uint8]
+U16 = npt.NDArray[np.uint16]
+U64 = npt.NDArray[np.uint64]
+
+INLINE_BYTES = 4 << 20
+"""Bytes moved on the event loop before it gets a turn: a third of a millisecond, and about what the cache holds."""
+THREAD_BYTES = 8 << 20
+"""A single value above this is moved by a thread, since one C call moves it whole."""
+
+
+def pieces_iov(pieces: Pieces) -> npt.NDArray[np.uint64]:
+    """u64[m, 2] of (address, length), as C reads `kv_iov`."""
+    iov = np.empty((len(pieces.addr), 2), np.uint64)
+    iov[:, 0] = pieces.addr
+    iov[:, 1] = pieces.length
+    return iov
+
+
+def chunk_bounds(nbytes: U64, limit: int = INLINE_BYTES) -> list[int]:
+    """Cuts n values into runs of about `limit` bytes: 0, ..., n."""
+    n = len(nbytes)
+    total = int(nbytes.sum())
+    if total <= limit:
+        return [0, n]
+    ends = np.cumsum(nbytes)
+    cuts = [0]
+    while cuts[-1] < n:
+        begin = cuts[-1]
+        base = int(ends[begin - 1]) if begin else 0
+        cuts.append(max(begin + 1, int(np.searchsorted(ends, base + limit, side="right"))))
+    return cuts
+
+
+class Path(Protocol):
+    """What moves bytes between this client and one node."""
+
+    kind: PathKind
+    why: str
+
+    async def read(self, keys: bytes, pieces: Pieces, deadline_ns: int | None) -> tuple[U8, U64]:
+        """Read n blocks into their destinations: (ReadStatus u8[n], stored lengths u64[n])."""
+
+    async def lookup(self, keys: bytes, deadline_ns: int | None) -> tuple[Records, U8]:
+        """The slots of n keys (zeroed where not visible) and found u8[n]."""
+
+    async def exists(self, keys: bytes, deadline_ns: int | None) -> U8:
+        """1 where visible, u8[n]."""
+
+    async def match(self, keys: bytes, deadline_ns: int | None) -> int:
+        """Length of the leading visible run."""
+
+    async def write(self, pieces: Pieces, regions: U16, offsets: U64, deadline_ns: int | None) -> U64:
+        """Move n values into granted extents; their sums, u64[n]. When it raises, the extents must not be used again."""
+
+    def close(self) -> None:
+        """Give back mappings and endpoints. Idempotent."""

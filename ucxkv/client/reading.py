@@ -1,0 +1,94 @@
+"""Reads over all nodes: one pass per node over the keys still missing, best guess first. Statuses, never exceptions, per key."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucxkv import errors
+from ucxkv.client.results import ReadStatus
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from ucxkv.buffers import Pieces
+    from ucxkv.client.link import NodeLink
+    from ucxkv.client.path import U8, U64
+    from ucxkv.client.router import Router
+
+__all__ = ["plan", "read_blocks"]
+
+_ELSEWHERE = (ReadStatus.MISS, ReadStatus.UNAVAILABLE)
+
+
+def plan(router: Router, keys: npt.NDArray[np.uint8], root: bytes | None) -> list[tuple[NodeLink, npt.NDArray[np.intp]]]:
+    """In which order to ask which nodes for which keys (indices); every node is asked for every key at most once.
+
+    root: the chain's first key, when the caller knows it. Without it, a chain whose first key was seen before is
+    asked for where that was; else each key is taken for a root.
+    """
+    everything = np.arange(len(keys))
+    if router.sole is not None:
+        return [(router.sole, everything)]
+    if not router.links:
+        return []
+    first = root if root is not None else keys[0].tobytes()
+    if root is not None or len(keys) == 1 or router.remembered(first) is not None:
+        return [(link, everything) for link in router.order(first)]
+    homes = np.array(router.home_names(keys))
+    steps = [(link, np.flatnonzero(homes == name)) for name, link in router.links.items()]
+    rest = [(link, np.flatnonzero(homes != name)) for name, link in router.links.items()]
+    return [step for step in steps + rest if len(step[1])]
+
+
+async def read_blocks(
+    router: Router, keys: npt.NDArray[np.uint8], pieces: Pieces, root: bytes | None, deadline_ns: int
+) -> tuple[U8, U64, dict[str, int]]:
+    """Read n blocks: (ReadStatus u8[n], stored lengths u64[n], hits by node name)."""
+    n = len(keys)
+    status = np.full(n, ReadStatus.MISS if router.links else ReadStatus.UNAVAILABLE, np.uint8)
+    lengths = np.zeros(n, np.uint64)
+    sources: dict[str, int] = {}
+    for link, indices in plan(router, keys, root):
+        wanted = indices[np.isin(status[indices], _ELSEWHERE)]
+        if not len(wanted):
+            continue
+        whole = len(wanted) == n
+        some = keys if whole else keys[wanted]
+        part = pieces if whole else pieces.take(wanted)
+        got, sizes = await _read_at(router, link, some.tobytes(), part, deadline_ns)
+        status[wanted], lengths[wanted] = got, sizes
+        hits = int(np.count_nonzero(got == ReadStatus.HIT))
+        if hits:
+            sources[link.name] = sources.get(link.name, 0) + hits
+            if router.sole is None:
+                router.remember(keys[wanted[0]].tobytes(), link)
+    return status, lengths, sources
+
+
+async def _read_at(router: Router, link: NodeLink, keys: bytes, pieces: Pieces, deadline_ns: int) -> tuple[U8, U64]:
+    n = len(pieces)
+    try:
+        if not link.is_alive:
+            raise errors.Unavailable("the node is gone", node=link.name)
+        status, lengths = await link.path.read(keys, pieces, deadline_ns)
+        unmapped = np.flatnonzero(status == ReadStatus.UNMAPPED)
+        if len(unmapped):
+            await router.learn_regions(link, deadline_ns)
+            again = b"".join(keys[16 * i : 16 * i + 16] for i in unmapped.tolist())
+            status[unmapped], lengths[unmapped] = await link.path.read(again, pieces.take(unmapped), deadline_ns)
+            status[status == ReadStatus.UNMAPPED] = ReadStatus.UNAVAILABLE
+    except (errors.Unavailable, errors.StaleError):
+        return np.full(n, ReadStatus.UNAVAILABLE, np.uint8), np.zeros(n, np.uint64)
+    if not link.is_alive:  # it died under the read: what was copied is not trusted
+        return np.full(n, ReadStatus.UNAVAILABLE, np.uint8), np.zeros(n, np.uint64)
+    hits = status == ReadStatus.HIT
+    if hits.all():
+        link.touch(keys)
+    elif hits.any():
+        link.touch(b"".join(keys[16 * i : 16 * i + 16] for i in np.flatnonzero(hits).tolist()))
+    corrupt = np.flatnonzero(status == ReadStatus.CORRUPT)
+    if len(corrupt):
+        link.report_damage(b"".join(keys[16 * i : 16 * i + 16] for i in corrupt.tolist()))
+    return status, lengths

@@ -1,0 +1,223 @@
+"""Which node to ask: the links to all nodes, the homes of chains, reconnection.
+
+A chain lives at the home of its root (rendezvous hashing over the members' names), and a child lives where its parent
+lives. For a key whose root is not known the nodes are asked in order, best guess first; what was found is remembered in a
+bounded cache that is never trusted, only tried first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+import structlog
+
+from ucxkv import errors
+from ucxkv.client.mapped import MappedPath
+from ucxkv.client.opening import open_link
+from ucxkv.client.results import PathKind, PeerInfo
+from ucxkv.ids import NodeId
+from ucxkv.placement import Members, home, home_indices
+from ucxkv.protocol import MessageError, decode
+from ucxkv.protocol import messages as m
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from ucxkv.client.link import NodeLink
+    from ucxkv.client.opening import LinkOptions
+    from ucxkv.transport.control import ControlConnection
+    from ucxkv.transport.control import Message as ControlMessage
+
+__all__ = ["Router"]
+
+_CACHE_MAX = 65_536
+_BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_DIAL_S = 5.0
+
+log = structlog.get_logger("ucxkv.client")
+
+
+class Router:
+    """All nodes one client knows. `options.handler` and `options.on_lost` are to be this router's methods."""
+
+    def __init__(self, addresses: tuple[str, ...]) -> None:
+        self._seeds = addresses
+        self._options: LinkOptions | None = None
+        self.links: dict[str, NodeLink] = {}
+        self._known: dict[str, m.MemberInfo] = {}
+        self._reported: dict[str, list[m.MemberInfo]] = {}
+        self._last_error: dict[str, str] = {}
+        self._dialing: dict[str, asyncio.Task[None]] = {}
+        self._members: Members | None = None
+        self._homes: dict[bytes, str] = {}
+        self._is_open = True
+        self.sole: NodeLink | None = None
+        """The only node there is, when there is one: spares all routing."""
+
+    # ---- opening and losing nodes
+
+    async def open(self, options: LinkOptions, deadline_ns: int) -> None:
+        """Connect to all nodes that can be reached. Raises the first error when there is none."""
+        self._options = options
+        outcomes = await asyncio.gather(*(self._dial(a, deadline_ns) for a in self._seeds), return_exceptions=True)
+        failures = [o for o in outcomes if isinstance(o, BaseException)]
+        for failure in failures:
+            if not isinstance(failure, errors.Unavailable) or not self.links:
+                raise failure
+            log.warning("node.unreachable", why=str(failure))
+        others = [member for name, member in self._known.items() if name not in self.links]
+        await asyncio.gather(*(self._dial(member.address, deadline_ns) for member in others), return_exceptions=True)
+        self._changed()
+        for name in self._known:
+            if name not in self.links:
+                self._redial(name)
+
+    async def _dial(self, address: str, deadline_ns: int) -> None:
+        assert self._options is not None
+        link = await open_link(address, self._options, deadline_ns)
+        if link.name in self.links or not self._is_open:
+            link.close()
+            return
+        if not link.is_alive:
+            raise errors.Unavailable("the connection closed at once", node=link.name)
+        self.links[link.name] = link
+        self._reported[link.name] = link.welcome.members
+        self._changed()
+
+    def on_message(self, connection: ControlConnection, message: ControlMessage) -> None:
+        """What nodes say without being asked: their membership."""
+        with contextlib.suppress(MessageError):
+            known = decode(message.type, message.payload)
+            if isinstance(known, m.Members):
+                for link in self.links.values():
+                    if link.connection is connection:
+                        self._reported[link.name] = known.members
+                        self._changed()
+                        break
+
+    def on_lost(self, link: NodeLink) -> None:
+        """A node's connection ended: none of its blocks is a hit any more."""
+        if self.links.get(link.name) is not link:
+            return
+        del self.links[link.name]
+        reason = link.connection.close_reason
+        self._last_error[link.name] = str(reason) if reason else "the connection closed"
+        log.warning("link.lost", node=link.name, why=self._last_error[link.name])
+        link.path.close()
+        self._changed()
+        self._redial(link.name)
+
+    def _changed(self) -> None:
+        known: dict[str, m.MemberInfo] = {}
+        for name in [*self._reported]:
+            if name not in self.links and len(self.links):
+                del self._reported[name]  # the dead do not vouch for members
+        for members in self._reported.values():
+            known.update((member.name, member) for member in members)
+        for name, link in self.links.items():
+            known.setdefault(name, m.MemberInfo(link.node_id, name, link.address, link.welcome.epoch))
+        fresh = [name for name in known if name not in self._known and name not in self.links]
+        self._known = known
+        self._members = Members({NodeId(name): member.weight for name, member in known.items()}) if known else None
+        self.sole = next(iter(self.links.values())) if len(self.links) == 1 and len(known) == 1 else None
+        for name in fresh:
+            self._redial(name)
+
+    def _redial(self, name: str) -> None:
+        if self._is_open and name not in self._dialing:
+            task = asyncio.create_task(self._keep_dialing(name), name=f"redial-{name}")
+            self._dialing[name] = task
+            task.add_done_callback(lambda _: self._dialing.pop(name, None))
+
+    async def _keep_dialing(self, name: str) -> None:
+        attempt = 0
+        while self._is_open and name not in self.links and name in self._known:
+            try:
+                await self._dial(self._known[name].address, time.monotonic_ns() + int(_DIAL_S * 1e9))
+            except errors.UcxKvError as exc:
+                self._last_error[name] = str(exc)
+            await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
+            attempt += 1
+
+    async def aclose(self) -> None:
+        """Leave every node in good order. Idempotent."""
+        self._is_open = False
+        tasks = list(self._dialing.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for link in list(self.links.values()):
+            link.close()
+        self.links.clear()
+        self.sole = None
+
+    # ---- homes
+
+    def home_link(self, root: bytes) -> NodeLink | None:
+        """The node where a chain that starts with `root` belongs; None while it is not reachable."""
+        if self._members is None:
+            return None
+        return self.links.get(home(root, self._members))
+
+    def home_names(self, roots: npt.NDArray[np.uint8]) -> list[str]:
+        """The home of each of n roots, by name."""
+        assert self._members is not None
+        nodes = self._members.nodes
+        return [nodes[i] for i in home_indices(roots, self._members)]
+
+    @property
+    def members(self) -> Members | None:
+        """The placement's members; None before any node was reached."""
+        return self._members
+
+    def remember(self, key: bytes, link: NodeLink) -> None:
+        """`key` was seen at this node."""
+        homes = self._homes
+        if len(homes) >= _CACHE_MAX and key not in homes:
+            del homes[next(iter(homes))]
+        homes[key] = link.name
+
+    def order(self, key: bytes) -> list[NodeLink]:
+        """All reachable nodes, the likeliest holder of `key` first."""
+        if self.sole is not None:
+            return [self.sole]
+        first = self.links.get(self._homes.get(key, "")) or self.home_link(key)
+        if first is None:
+            return list(self.links.values())
+        return [first, *(link for link in self.links.values() if link is not first)]
+
+    def remembered(self, key: bytes) -> NodeLink | None:
+        """The node where `key` was seen last, while it is reachable."""
+        return self.links.get(self._homes.get(key, ""))
+
+    def peers(self) -> list[PeerInfo]:
+        """Every known node, reachable or not."""
+        out = []
+        for name, member in sorted(self._known.items()):
+            link = self.links.get(name)
+            if link is not None:
+                out.append(PeerInfo(name, member.address, link.path.kind, link.path.why, True))
+            else:
+                out.append(PeerInfo(name, member.address, PathKind.NONE, self._last_error.get(name, "not reached yet"), False))
+        return out
+
+    # ---- regions of other nodes
+
+    async def learn_regions(self, link: NodeLink, deadline_ns: int | None) -> None:
+        """Map the segments of other nodes that this node's blocks have parts in."""
+        path = link.path
+        if not isinstance(path, MappedPath):
+            return
+        answer = await link.ask(m.GetRegions(), deadline_ns)
+        assert isinstance(answer, m.Regions)
+        by_id = {other.node_id: other for other in self.links.values()}
+        for info in answer.regions:
+            other = by_id.get(info.node_id)
+            if other is None:
+                path.unmap_region(info.region)
+            elif other is not link and isinstance(other.path, MappedPath):
+                path.map_region(info.region, other.path.segments[info.segment])

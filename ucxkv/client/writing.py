@@ -1,0 +1,157 @@
+"""Puts over all nodes: each chain goes to one home, in token order; parts go where placement puts them."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucxkv import errors
+from ucxkv.client.mapped import MappedPath
+from ucxkv.client.results import Part, PutStatus
+from ucxkv.ids import ROOT_KEY
+from ucxkv.placement import part_indices
+from ucxkv.protocol import messages as m
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from ucxkv.buffers import Pieces
+    from ucxkv.client.link import NodeLink
+    from ucxkv.client.path import U8
+    from ucxkv.client.router import Router
+
+    KeyRows = npt.NDArray[np.uint8]
+
+__all__ = ["chained", "put_blocks", "put_parts"]
+
+
+def chained(keys: KeyRows) -> KeyRows:
+    """Parents of a call whose keys are one chain in order: root first, then each key before."""
+    parents = np.zeros_like(keys)
+    parents[1:] = keys[:-1]
+    return parents
+
+
+async def _homes(router: Router, keys: KeyRows, parents: KeyRows, deadline_ns: int) -> list[NodeLink | None]:
+    """The node each block belongs to: the home of its chain; None where that is not reachable or the parent not found."""
+    if router.sole is not None:
+        return [router.sole] * len(keys)
+    here: dict[bytes, NodeLink | None] = {}
+    out: list[NodeLink | None] = []
+    found: NodeLink | None
+    for key, parent in zip(_rows(keys), _rows(parents), strict=True):
+        if parent == ROOT_KEY:
+            found = router.home_link(key)
+        elif parent in here:
+            found = here[parent]
+        else:
+            found = await _find(router, parent, deadline_ns)
+            here[parent] = found
+        here[key] = found
+        out.append(found)
+    return out
+
+
+async def _find(router: Router, key: bytes, deadline_ns: int) -> NodeLink | None:
+    for link in router.order(key):
+        try:
+            if (await link.path.exists(key, deadline_ns))[0]:
+                router.remember(key, link)
+                return link
+        except errors.Unavailable:
+            continue
+    return router.home_link(key)  # nobody has it: its home will answer ORDER
+
+
+def _rows(keys: KeyRows) -> list[bytes]:
+    raw = keys.tobytes()
+    return [raw[i : i + 16] for i in range(0, len(raw), 16)]
+
+
+async def put_blocks(router: Router, keys: KeyRows, parents: KeyRows, pieces: Pieces, deadline_ns: int) -> U8:
+    """Store n single-part blocks: PutStatus u8[n]."""
+    n = len(keys)
+    if router.sole is not None:
+        return await router.sole.put(keys.tobytes(), parents.tobytes(), pieces, deadline_ns)
+    status = np.full(n, PutStatus.UNAVAILABLE, np.uint8)
+    homes = await _homes(router, keys, parents, deadline_ns)
+    for link in dict.fromkeys(homes):
+        if link is None or not link.is_alive:
+            continue
+        mine = np.array([i for i, home in enumerate(homes) if home is link], np.intp)
+        whole = len(mine) == n
+        some_keys, some_parents = (keys, parents) if whole else (keys[mine], parents[mine])
+        part = pieces if whole else pieces.take(mine)
+        status[mine] = await link.put(some_keys.tobytes(), some_parents.tobytes(), part, deadline_ns)
+        router.remember(keys[mine[0]].tobytes(), link)
+        router.remember(keys[mine[-1]].tobytes(), link)
+    return status
+
+
+async def put_parts(
+    router: Router, keys: KeyRows, parents: KeyRows, pieces: Pieces, part: Part, deadline_ns: int
+) -> U8:
+    """Store one part of each of n blocks on the nodes that placement gives; visible when all parts of a block are in."""
+    status = np.full(len(keys), PutStatus.UNAVAILABLE, np.uint8)
+    homes = await _homes(router, keys, parents, deadline_ns)
+    if router.members is None:
+        return status
+    holders = part_indices(keys, part.count, router.members)[:, part.index]
+    groups: dict[tuple[NodeLink, NodeLink], list[int]] = {}
+    for i, home in enumerate(homes):
+        if home is None or not home.is_alive:
+            continue
+        holder = router.links.get(router.members.nodes[holders[i]], home)
+        if not (isinstance(holder.path, MappedPath) and isinstance(home.path, MappedPath)):
+            holder = home  # a reader by message finds at the home what is there
+        groups.setdefault((home, holder), []).append(i)
+    for (home, holder), mine in groups.items():
+        index = np.array(mine, np.intp)
+        try:
+            status[index] = await _put_group(home, holder, keys[index], parents[index], pieces.take(index), part, deadline_ns)
+        except errors.Unavailable:
+            continue  # stays UNAVAILABLE
+    return status
+
+
+async def _put_group(
+    home: NodeLink, holder: NodeLink, keys: KeyRows, parents: KeyRows, pieces: Pieces, part: Part, deadline_ns: int
+) -> U8:
+    status = np.full(len(keys), PutStatus.UNAVAILABLE, np.uint8)
+    at = 0
+    while at < len(keys):
+        length = int(pieces.nbytes[at])
+        same = int(np.argmin(np.append(pieces.nbytes[at:] == length, False)))
+        lent = await holder.lend(pieces.run(at, at + same), deadline_ns)
+        if lent is None:
+            status[at:] = PutStatus.NO_SPACE
+            break
+        taken, sums = lent
+        end = at + len(taken)
+        message = m.PutPart(
+            keys=keys[at:end].tobytes(),
+            parents=parents[at:end].tobytes(),
+            segments=taken.regions.tobytes(),
+            offsets=taken.offsets.tobytes(),
+            lengths=pieces.nbytes[at:end].astype(np.uint32).tobytes(),
+            sums=sums.tobytes(),
+            part=part.index,
+            parts=part.count,
+            put_id=part.put_id,
+            owner=holder.node_id,
+            owner_session=holder.welcome.session,
+            deadline_ms=max(1, (deadline_ns - time.monotonic_ns()) // 1_000_000),
+        )
+        try:
+            answer = await home.ask(message, deadline_ns)
+        except BaseException:
+            if holder is not home:
+                holder.abandon(taken)  # whichever comes first at the holder, this or the home's adoption, wins
+            raise
+        if not isinstance(answer, m.PutDone) or len(answer.status) != end - at:
+            raise errors.Unavailable("the node's answer to a put does not fit it", node=home.name)
+        status[at:end] = np.frombuffer(answer.status, np.uint8)
+        at = end
+    return status

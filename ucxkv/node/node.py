@@ -1,0 +1,408 @@
+"""A node: sockets, sessions, timers and neighbours around the store. Python decides here; C and hardware move the bytes.
+
+Promises
+  - A malformed message ends its own connection and nothing else.
+  - Nothing waits for a client: a slow reader of answers is not read from; its memory comes back when its process is gone.
+  - `aclose()` says goodbye: clients see the end at once, neighbours forget this node, nothing stays behind on the host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import secrets
+import time
+from typing import TYPE_CHECKING, Self
+
+import structlog
+
+from ucxkv import errors
+from ucxkv.dial import failure_of, host_identity, mapped_error
+from ucxkv.node.config import NodeConfig
+from ucxkv.node.greeting import Greeter
+from ucxkv.node.peers import PeerLinks
+from ucxkv.node.service import Service
+from ucxkv.node.session import Session, SessionState
+from ucxkv.node.store import HostStore
+from ucxkv.protocol import WIRE_VERSION, Message, MessageError, decode, encode
+from ucxkv.protocol import messages as m
+from ucxkv.tiers.base import SetupFailed
+from ucxkv.transport.address import TcpAddress, UnixAddress, parse_address
+from ucxkv.transport.base import ProtocolError, TransportError
+from ucxkv.transport.control_server import ControlServer
+from ucxkv.version import VERSION
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from ucxkv.transport.control import ControlConnection
+    from ucxkv.transport.control import Message as ControlMessage
+
+__all__ = ["Node"]
+
+_GREETING_FRAME_BYTES = 64 << 10
+_TICK_S = 0.05
+
+log = structlog.get_logger("ucxkv.node")
+
+
+class Node:
+    """One running node. `async with Node(config) as node:` serves until the block ends; `node.address` is where."""
+
+    def __init__(self, config: NodeConfig | None = None) -> None:
+        self.config = config or NodeConfig()
+        self.address = ""
+        self.node_id = secrets.randbits(63) | 1
+        self.epoch = int(time.time()) & 0xFFFFFFFF
+        self.sessions: dict[int, Session] = {}
+        self._gone: dict[int, Session] = {}  # closed, but their processes may still write into granted memory
+        self._server: ControlServer | None = None
+        self._tick: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._started_ns = 0
+        self._is_open = False
+        self._stopped = asyncio.Event()
+        self._local_name = f"ucxkv-{self.node_id:016x}"
+
+    # ---- life
+
+    async def start(self) -> Self:
+        """Take the memory, bind, join. Raises SetupError naming what is missing; then nothing is left behind."""
+        try:
+            await self._start()
+        except SetupFailed as exc:
+            await self.aclose()
+            raise errors.SetupError(str(exc)) from exc
+        except TransportError as exc:
+            await self.aclose()
+            raise mapped_error(exc, self.config.name) from exc
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def _start(self) -> None:
+        config = self.config
+        self._loop = asyncio.get_running_loop()
+        self._started_ns = time.monotonic_ns()
+        listen = parse_address(config.listen)
+        self.store = await asyncio.to_thread(HostStore, config, self.node_id, self.epoch)
+        self.service = Service(config, self.store)
+        self._greeter = Greeter(config.token, self._welcome)
+        self._server = await ControlServer.start(
+            [listen, UnixAddress(self._local_name)],
+            self._on_message,
+            on_connect=self._on_connect,
+            max_connections=config.connections_max,
+            max_frame_bytes=_GREETING_FRAME_BYTES,
+        )
+        bound = self._server.addresses[0]
+        if isinstance(bound, TcpAddress) and not bound.is_loopback and not config.token:
+            log.warning("node.open", address=str(bound), why="no token is set: anyone who reaches this address may read and write")
+        self.address = config.advertise or str(bound)
+        self._is_open = True
+        own = m.MemberInfo(self.node_id, config.name, self.address, self.epoch, weight=config.host_bytes / (1 << 30))
+        self.peers = PeerLinks(own, config.token, self)
+        self._tick = self._loop.call_later(_TICK_S, self._on_tick)
+        if config.join:
+            await self.peers.join(config.join)
+        log.info("node.start", name=config.name, address=self.address, epoch=self.epoch, **self.store.facts(), **self.service.facts())
+
+    async def serve_forever(self) -> None:
+        """Wait until `stop()`."""
+        await self._stopped.wait()
+
+    def stop(self) -> None:
+        """Ask `serve_forever` to return. Safe to call from a signal handler of the loop."""
+        self._stopped.set()
+
+    async def aclose(self) -> None:
+        """Stop serving and give everything back. Idempotent."""
+        was_open, self._is_open = self._is_open, False
+        self._stopped.set()
+        if self._tick is not None:
+            self._tick.cancel()
+            self._tick = None
+        if self._server is not None:
+            self._server.stop_accepting()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if hasattr(self, "peers"):
+            await self.peers.aclose()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for session in list(self._gone.values()):
+            self._release(session)
+        if hasattr(self, "service"):
+            await asyncio.to_thread(self.service.close)
+        if hasattr(self, "store"):
+            self.store.close()
+        if was_open:
+            log.info("node.stop", name=self.config.name)
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def _on_tick(self) -> None:
+        self._tick = self._loop.call_later(_TICK_S, self._on_tick)
+        self._tell_surrendered(self.store.tick(time.monotonic_ns()))
+
+    def after_grace(self) -> None:
+        """Look again when the grace of what was just hidden is over."""
+        if self._is_open:
+            self._loop.call_later(self.config.grace_ms / 1e3, lambda: self._is_open and self._tell_surrendered(self.store.tick(time.monotonic_ns())))
+
+    # ---- connections
+
+    def _on_connect(self, connection: ControlConnection) -> None:
+        session = Session(connection)
+        connection.owner = session
+        connection.on_closed(self._on_closed)
+        self._loop.call_later(self.config.handshake_ms_max / 1e3, self._greeting_over, session)
+
+    def _greeting_over(self, session: Session) -> None:
+        if session.state in (SessionState.GREETING, SessionState.PROVING):
+            session.connection.abort(ProtocolError("no handshake in time"))
+
+    def _on_closed(self, connection: ControlConnection) -> None:
+        session = connection.owner
+        assert isinstance(session, Session)
+        before, session.state = session.state, SessionState.CLOSED
+        if self.sessions.pop(session.id, None) is None:
+            session.close_pidfd()
+            return
+        self.service.close_session(session.id)
+        may_write = before is SessionState.OPEN and session.has_memory
+        quarantined = self.store.close_session(session.id, may_still_write=may_write, now_ns=time.monotonic_ns())
+        log.debug("session.end", name=session.name, pid=session.pid, quarantined_bytes=quarantined)
+        if quarantined and session.pidfd >= 0 and self._is_open:
+            self._gone[session.id] = session
+            self._loop.add_reader(session.pidfd, self._release, session)
+        else:
+            session.close_pidfd()
+
+    def _release(self, session: Session) -> None:
+        """The process of a vanished session has ended: what it could still have written is free."""
+        if self._gone.pop(session.id, None) is not None:
+            self._loop.remove_reader(session.pidfd)
+            session.close_pidfd()
+            self.store.writer_gone(session.id)
+
+    def _welcome(self, session: Session) -> m.Welcome:
+        self.sessions[session.id] = session
+        session.connection.max_frame_bytes = 64 << 20
+        self.service.open_session(session.id)
+        return m.Welcome(
+            wire_version=WIRE_VERSION,
+            version=VERSION,
+            node_id=self.node_id,
+            name=self.config.name,
+            address=self.address,
+            epoch=self.epoch,
+            host=host_identity(),
+            local_name=self._local_name,
+            session=session.id,
+            table_bytes=self.store.table_bytes,
+            table_capacity=self.store.table.capacity,
+            value_bytes_max=self.store.value_bytes_max,
+            regions=self.store.regions(),
+            members=self.peers.members(),
+            data_address=self.service.address,
+            data_why_off=self.service.why_off,
+        )
+
+    # ---- messages
+
+    def _on_message(self, connection: ControlConnection, message: ControlMessage) -> None:
+        session = connection.owner
+        assert isinstance(session, Session)
+        try:
+            request = decode(message.type, message.payload)
+        except MessageError as exc:
+            raise ProtocolError(str(exc)) from exc
+        try:
+            answer = self._answer(session, request, message)
+        except errors.UcxKvError as exc:
+            answer = failure_of(exc)
+        if answer is None or not connection.is_open:
+            return
+        if message.request_id:
+            fds = self.store.memory_fds() if isinstance(answer, m.Welcome) and session.has_memory else ()
+            connection.reply(message, answer.CODE, encode(answer), fds=fds)
+        if isinstance(answer, m.Failure) and not session.is_open:
+            self._loop.call_later(0.2, connection.abort)  # the handshake failed; let the answer arrive
+
+    def _answer(self, session: Session, request: Message, message: ControlMessage) -> Message | None:
+        """The answer to one message, or None when there is none or it comes later."""
+        if not session.is_open:
+            return self._greeter.handle(session, request)
+        now_ns = time.monotonic_ns()
+        match request:
+            case m.Put():
+                return self.store.put(session.id, request, now_ns)
+            case m.Touch():
+                self.store.touch(request.keys, now_ns)
+                return None
+            case m.Grant():
+                return self._granted(session, request, now_ns)
+            case m.PutPart() if request.owner and request.owner != self.node_id:
+                self._later(message, session, self._put_foreign(session, request))
+                return None
+            case m.PutPart():
+                return self.store.put_part(session.id, request, None, now_ns)
+            case m.LeaseKeys():
+                return self.store.lease(session.id, request, now_ns)
+            case m.Renew():
+                return self.store.renew(request, now_ns)
+            case m.Release():
+                self.store.release(request.lease, now_ns)
+                return None
+            case m.Delete():
+                answer = self.store.delete(request.keys, now_ns)
+                self.after_grace()
+                return answer
+            case m.Damaged():
+                self.store.damaged(request.keys, now_ns)
+                return None
+            case m.Return():
+                self.store.take_back(session.id, request)
+                return None
+            case m.Bye():
+                session.state = SessionState.LEAVING
+                return None
+            case m.ListKeys():
+                return self.store.list_keys(request)
+            case m.GetStatus():
+                return self._report()
+            case m.GetRegions():
+                return m.Regions(regions=self.store.regions())
+            case m.GetMembers():
+                return m.Members(members=self.peers.members())
+            case _:
+                return self._answer_node(session, request, message)
+
+    def _answer_node(self, session: Session, request: Message, message: ControlMessage) -> Message | None:
+        """What other nodes ask."""
+        if session.role != "node":
+            raise errors.UsageError(f"a {type(request).__name__} is not for clients to send")
+        match request:
+            case m.Join():
+                self._later(message, session, self._join(request))
+                return None
+            case m.Adopt():
+                return self.store.adopt(session.name, request)
+            case m.Surrender():
+                self.store.surrendered(session.name, request)
+                return None
+            case m.Reclaim():
+                member = next((p for p in self.peers.members() if p.name == session.name), None)
+                freed = 0 if member is None else self.store.reclaim(member.node_id, request.nbytes, time.monotonic_ns())
+                self.after_grace()
+                return m.Done(ok=freed > 0, value=freed)
+            case _:
+                raise errors.UsageError(f"a {type(request).__name__} was not expected here")
+
+    def _later(self, message: ControlMessage, session: Session, answer: asyncio.Future[Message] | object) -> None:
+        """Answer when the coroutine is done."""
+        task = asyncio.create_task(self._answer_later(message, session, answer))  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer_later(self, message: ControlMessage, session: Session, coroutine: object) -> None:
+        try:
+            answer = await coroutine  # type: ignore[misc]
+        except errors.UcxKvError as exc:
+            answer = failure_of(exc)
+        if session.connection.is_open and message.request_id:
+            with contextlib.suppress(TransportError):
+                session.connection.reply(message, answer.CODE, encode(answer))
+
+    def _granted(self, session: Session, request: m.Grant, now_ns: int) -> m.Granted:
+        answer, short = self.store.grant(session.id, request.length, request.count, now_ns)
+        self.service.lend(session.id, answer)
+        if short:
+            self.after_grace()
+            for member in self.peers.members():
+                if member.node_id != self.node_id and self.store.adopted_bytes(member.name):
+                    self._spawn_reclaim(member.node_id, short)
+        return answer
+
+    def _spawn_reclaim(self, node_id: int, nbytes: int) -> None:
+        async def reclaim() -> None:
+            with contextlib.suppress(errors.UcxKvError):
+                await self.peers.ask(node_id, m.Reclaim(nbytes=nbytes), time.monotonic_ns() + 1_000_000_000)
+
+        if len(self._tasks) < 64:
+            task = asyncio.create_task(reclaim())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _join(self, request: m.Join) -> Message:
+        await self.peers.add(request.member)
+        return m.Members(members=self.peers.members())
+
+    async def _put_foreign(self, session: Session, request: m.PutPart) -> Message:
+        """A part whose extents another node lent: that node hands them over first."""
+        owner = self.peers.find(request.owner)
+        if owner is None:
+            raise errors.Unavailable(f"node {self.config.name} has no link to the node that holds this part")
+        deadline_ns = time.monotonic_ns() + min(request.deadline_ms, self.config.put_deadline_ms) * 1_000_000
+        adopt = m.Adopt(session=request.owner_session, segments=request.segments, offsets=request.offsets)
+        answer = await self.peers.ask(request.owner, adopt, deadline_ns)
+        assert isinstance(answer, m.Statuses)
+        if any(answer.status):
+            raise errors.StaleError(f"node {owner.name} no longer holds these extents for the writer; put the part again")
+        done = self.store.put_part(session.id, request, owner, time.monotonic_ns())
+        self._tell_surrendered(self.store.take_surrendered())
+        return done
+
+    def _tell_surrendered(self, surrendered: dict[int, m.Surrender]) -> None:
+        for node_id, message in surrendered.items():
+            self.peers.tell(node_id, message)
+
+    # ---- neighbours
+
+    def peer_lost(self, member: m.MemberInfo) -> None:
+        """See PeerListener."""
+        self.store.node_lost(member, time.monotonic_ns())
+        self.after_grace()
+
+    def members_changed(self) -> None:
+        """See PeerListener: clients are told."""
+        message = m.Members(members=self.peers.members())
+        payload = encode(message)
+        for session in list(self.sessions.values()):
+            if session.is_open and session.role == "client":
+                with contextlib.suppress(TransportError):
+                    session.connection.send(message.CODE, payload)
+
+    # ---- the report
+
+    def _report(self) -> m.NodeReport:
+        server = self._server
+        numbers: dict[str, float] = {
+            **self.store.numbers(),
+            **self.service.numbers(),
+            "connections": len(self.sessions),
+            "connections_refused": server.refused_count if server else 0,
+            "nodes": len(self.peers.members()),
+            "vanished_writers": len(self._gone),
+        }
+        assert all(math.isfinite(value) for value in numbers.values())
+        return m.NodeReport(
+            name=self.config.name,
+            address=self.address,
+            version=VERSION,
+            epoch=self.epoch,
+            uptime_s=(time.monotonic_ns() - self._started_ns) / 1e9,
+            numbers=numbers,
+            facts={**self.store.facts(), **self.service.facts()},
+        )
