@@ -262,7 +262,7 @@ def copy_speed(
 
 
 def copy_ns(dst: int, src: int, nbytes: int) -> int:
-    """Nanoseconds of one memcpy of nbytes from address src to dst, timed in C: the limit that a benchmark holds against.
+    """Nanoseconds of one memcpy of nbytes from address src to dst, timed in C: the limit beside a benchmark.
 
     Needs the native module (RuntimeError without it). The memory must be the caller's and must not overlap.
     """

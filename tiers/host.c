@@ -1,7 +1,7 @@
 /* Host tier: sums, copies and gathers without the GIL, and the machine's own copy speed for benchmarks.
  *
- * Invariants: touches only the memory it is given; keeps no state; a cancelled gather has written nothing to the sums of
- * blocks it did not finish, and returns within one chunk (256 KiB) of copying.
+ * Invariants: touches only the memory it is given; keeps no state; a cancelled gather has written nothing to the sums
+ * of blocks it did not finish, and returns within one chunk (256 KiB) of copying.
  */
 #include <stdint.h>
 #include <string.h>
@@ -76,8 +76,8 @@ static uint64_t kv_now_ns(void)
 
 /* Times `count` copies of n bytes from places all over src (working_set bytes) to places all over dst, into ns[count].
  * summed: 0 memcpy, 1 copy with sum, 2 sum only. */
-static uint64_t kv_copy_times(uint64_t dst, uint64_t src, uint64_t working_set, size_t n, size_t count, uint64_t ns_addr,
-                              int summed)
+static uint64_t kv_copy_times(uint64_t dst, uint64_t src, uint64_t working_set, size_t n, size_t count,
+                              uint64_t ns_addr, int summed)
 {
     uint64_t *ns = (uint64_t *)(uintptr_t)ns_addr;
     uint64_t places = working_set / n, state = 88172645463325252u, folded = 0;

@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Builds the C code's test drivers under sanitizers and runs them.
+#
+#   bash scripts/sanitize.sh [asan|tsan|all] [driver ...]     default: all, every driver
+#
+# asan is address + undefined behaviour + leaks, tsan is data races. A driver is a function check_NAME below: it calls
+# `driver NAME rounds sources...`. Needs gcc or clang ($CC) with their sanitizer runtimes. Exit code 0 only when all passed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+CC="${CC:-cc}"
+mode="${1:-all}"
+[ $# -gt 0 ] && shift
+case "$mode" in
+  asan | tsan | all) ;;
+  *)
+    sed -n '2,7p' "$0" | sed 's/^# \{0,1\}//' >&2
+    exit 2
+    ;;
+esac
+command -v "$CC" >/dev/null || { echo "no C compiler ($CC): install gcc, or set CC" >&2; exit 2; }
+work="$(mktemp -d)"
+trap 'rm -rf "$work"' EXIT
+
+flags_asan="-fsanitize=address,undefined -fno-sanitize-recover=all"
+flags_tsan="-fsanitize=thread"
+export ASAN_OPTIONS="detect_leaks=1:strict_string_checks=1:${ASAN_OPTIONS:-}"
+export UBSAN_OPTIONS="print_stacktrace=1:${UBSAN_OPTIONS:-}"
+export TSAN_OPTIONS="halt_on_error=1:second_deadlock_stack=1:${TSAN_OPTIONS:-}"
+
+# Some runtimes cannot map their shadow where the kernel's address randomisation puts things: switch it off if we may.
+fixed=()
+if setarch -R true 2>/dev/null; then fixed=(setarch -R); fi
+
+# driver NAME ROUNDS SOURCE... [FLAG...]: build once per sanitizer, run with a fixed and with a fresh seed
+driver() {
+  local name="$1" rounds="$2" sanitizer flags seed
+  shift 2
+  for sanitizer in asan tsan; do
+    if [ "$mode" != all ] && [ "$mode" != "$sanitizer" ]; then continue; fi
+    flags="flags_$sanitizer"
+    # shellcheck disable=SC2086
+    "$CC" -std=gnu11 -O1 -g -fno-omit-frame-pointer -Wall -Wextra -Wno-unused-function -Werror ${!flags} \
+      -Itiers "$@" -o "$work/$name-$sanitizer" -lpthread
+    for seed in 1 $((RANDOM * 32768 + RANDOM)); do
+      echo "== $name, $sanitizer, seed $seed"
+      timeout 300 "${fixed[@]}" "$work/$name-$sanitizer" "$seed" "$rounds"
+    done
+  done
+}
+
+check_host() { driver host 100 tests/native/host_check.c; }
+
+# ---- one function per native file; new ones are found by their name
+
+if [ $# -eq 0 ]; then
+  mapfile -t names < <(declare -F | sed -n 's/^declare -f check_//p')
+else
+  names=("$@")
+fi
+for name in "${names[@]}"; do
+  declare -F "check_$name" >/dev/null || { echo "no driver '$name' in $0" >&2; exit 2; }
+  "check_$name"
+done
+echo "sanitize: all passed (${names[*]})"
