@@ -20,7 +20,7 @@ from typing import Final
 from ucxkv.errors import UsageError
 from ucxkv.ids import KEY_BYTES, LayoutFingerprint
 
-__all__ = ["DTYPE_BYTES", "Layout"]
+__all__ = ["DTYPE_BYTES", "Layout", "canonical_dtype"]
 
 DTYPE_BYTES: Final[dict[str, int]] = {
     "float32": 4,
@@ -88,7 +88,7 @@ class Layout:
     layer_groups: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", _canonical_dtype(self.dtype))
+        object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
         for name in ("layers", "kv_heads", "head_dim", "block_tokens", "kv_planes", "world", "layer_groups"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
@@ -168,7 +168,7 @@ class Layout:
         return tuple(sizes[axis] for axis in self.order)
 
 
-def _canonical_dtype(name: object) -> str:
+def canonical_dtype(name: object) -> str:
     """The canonical name of a dtype given as text, or as a torch or numpy dtype object."""
     text = str(getattr(name, "name", name)) if not isinstance(name, str) else name
     text = text.removeprefix("torch.").lower()
