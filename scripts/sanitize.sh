@@ -4,7 +4,7 @@
 #   bash scripts/sanitize.sh [asan|tsan|all] [driver ...]     default: all, every driver
 #
 # asan is address + undefined behaviour + leaks, tsan is data races. A driver is a function check_NAME below: it calls
-# `driver NAME rounds sources...`. Needs gcc or clang ($CC) with their sanitizer runtimes. Exit code 0 only when all passed.
+# `driver NAME rounds sources...`. Needs gcc or clang ($CC) with their sanitizer runtimes. Exit code 0: all passed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,6 +13,10 @@ mode="${1:-all}"
 [ $# -gt 0 ] && shift
 case "$mode" in
   asan | tsan | all) ;;
+  -h | --help)
+    sed -n '2,7p' "$0" | sed 's/^# \{0,1\}//'
+    exit 0
+    ;;
   *)
     sed -n '2,7p' "$0" | sed 's/^# \{0,1\}//' >&2
     exit 2

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
-from cffi import FFI
-
 HERE = Path(__file__).resolve().parent
+# Run as a script, this folder is the first place to import from, and its copy.py would stand in for the library's.
+sys.path[:] = [place for place in sys.path if not place or Path(place).resolve() != HERE]
+
+from cffi import FFI  # noqa: E402
 
 ffi = FFI()
 ffi.cdef("""

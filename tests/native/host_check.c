@@ -54,18 +54,21 @@ static size_t some_length(void)
 static void check_vectors(void)
 {
     static const struct { size_t n; uint64_t sum; } known[] = {
-        {0, 0x2d06800538d394c2ull}, {1, 0x8a21d78b1538b1c0ull}, {3, 0x5c5f8d20600076e7ull}, {4, 0x48a5630afd247c1dull},
-        {8, 0xc2f9d364c63df827ull}, {9, 0xafe67ba437ba0d4bull}, {16, 0xb3971349a3145d9dull}, {17, 0x0c6656a0d2938a0full},
+        {0, 0x2d06800538d394c2ull}, {1, 0x8a21d78b1538b1c0ull}, {3, 0x5c5f8d20600076e7ull},
+        {4, 0x48a5630afd247c1dull}, {8, 0xc2f9d364c63df827ull}, {9, 0xafe67ba437ba0d4bull},
+        {16, 0xb3971349a3145d9dull}, {17, 0x0c6656a0d2938a0full},
         {64, 0x10daa188b07bbc2full}, {65, 0x1d98b4aad2d39a49ull}, {128, 0x4799a2ecb1afc409ull},
         {129, 0x2859e931becac906ull}, {240, 0x655491fd302aece3ull}, {241, 0x6484cb6839a76c4dull},
         {256, 0x2339a60164486ee7ull}, {1024, 0xd39cb6d5c268876full}, {1025, 0xff903ad3e0c3f4ddull},
         {2048, 0xe9285cd4fbd10ee2ull}, {4999, 0xab5b71abd0423357ull},
     };
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
-        uint8_t *from_owner, *to_owner, *from = exact(known[i].n, i % 9, &from_owner), *to = exact(known[i].n, 0, &to_owner);
-        fill(from, known[i].n);
-        expect(kvx_sum(from, known[i].n) == known[i].sum, "sum of a known vector", known[i].n);
-        expect(kvx_copy_sum(to, from, known[i].n) == known[i].sum, "copy_sum of a known vector", known[i].n);
+        uint8_t *from_owner, *to_owner;
+        size_t n = known[i].n;
+        uint8_t *from = exact(n, i % 9, &from_owner), *to = exact(n, 0, &to_owner);
+        fill(from, n);
+        expect(kvx_sum(from, n) == known[i].sum, "sum of a known vector", n);
+        expect(kvx_copy_sum(to, from, n) == known[i].sum, "copy_sum of a known vector", n);
         free(from_owner);
         free(to_owner);
     }
@@ -73,7 +76,7 @@ static void check_vectors(void)
 
 typedef void (*run_fn)(kvx_lanes *, uint8_t *, const uint8_t *, size_t);
 
-/* Every kernel that this machine has leaves the same lanes and the same copy as the scalar one, in two unequal calls. */
+/* Every kernel of this machine leaves the same lanes and the same copy as the scalar one, in two unequal calls. */
 static void check_kernels(void)
 {
     run_fn kernels[3] = {kvx_run_scalar};
@@ -129,7 +132,8 @@ static void check_gather(void)
             if (iov[p].len) memcpy(whole[b] + at, (void *)(uintptr_t)iov[p].addr, iov[p].len);
     }
     int32_t cancel = 0;
-    size_t done = kv_gather(BLOCKS, (uintptr_t)first, (uintptr_t)iov, (uintptr_t)dst, (uintptr_t)sums, (uintptr_t)&cancel);
+    size_t done = kv_gather(BLOCKS, (uintptr_t)first, (uintptr_t)iov, (uintptr_t)dst, (uintptr_t)sums,
+                            (uintptr_t)&cancel);
     expect(done == BLOCKS, "the number of blocks gathered", done);
     for (size_t b = 0; b < BLOCKS; b++) {
         expect(sums[b] == kv_sum((uintptr_t)whole[b], lengths[b]), "a gathered sum", lengths[b]);
@@ -156,7 +160,7 @@ static void *rewrite(void *arg)
     return NULL;
 }
 
-/* A value that its owner rewrites during the copy: the sum is still that of the bytes copied, and TSan has no complaint. */
+/* A value that its owner rewrites during the copy: the sum is that of the bytes copied, and TSan is content. */
 static void check_racing_source(unsigned rounds)
 {
     enum { WORDS = 8192 };
