@@ -71,7 +71,7 @@ def blocked(arguments: argparse.Namespace, size: int) -> int:
                     node.block(arguments.rounds_s)
                     held.rounds.append(await reads(work, arguments.rounds_s * 0.8))
                     node.wait_unblocked()
-                shape = {"path": path, "bytes": size, "batch": 1, "concurrency": 1, "verified": True}
+                shape: Row = {"path": path, "bytes": size, "batch": 1, "concurrency": 1, "verified": True}
                 rows = [row("get", "get, node quiet", quiet, nbytes=size, **shape)]
                 rows.append(row("get", "get, node's Python blocked", held, quiet, nbytes=size, **shape))
                 rows[1]["limit_name"] = "node quiet"

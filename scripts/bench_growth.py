@@ -10,6 +10,7 @@ process grew by.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -52,7 +53,7 @@ def run() -> int:
 
         steps: list[tuple[str, Callable[[], Awaitable[Row | list[Row]]]]] = []
         for count in counts:
-            steps.append((f"{count:,} blocks", lambda count=count: grow(count)))
+            steps.append((f"{count:,} blocks", functools.partial(grow, count)))
         bench.run(steps, node="another process on this host", slots=slots)
     return 0
 

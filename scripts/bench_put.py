@@ -78,7 +78,7 @@ async def small_puts(address: str, clients: int, per_client: int, path: str) -> 
                     group.create_task(puts(index))
             for own in keys:
                 found = await opened[0].get_many(own)
-                if any(value != block.tobytes() for value in found.values):
+                if any(value != block.tobytes() for value in found.values or [None]):
                     raise AssertionError("a small put came back changed")
                 await opened[0].delete(own)
             if number == 0:
@@ -87,7 +87,7 @@ async def small_puts(address: str, clients: int, per_client: int, path: str) -> 
     finally:
         for kv in opened:
             await kv.aclose()
-    shape = {"path": used, "bytes": nbytes, "batch": 1, "concurrency": clients, "verified": True}
+    shape: Row = {"path": used, "bytes": nbytes, "batch": 1, "concurrency": clients, "verified": True}
     return row("put", f"put, {clients} connections of one process", measured, nbytes=nbytes, **shape)
 
 

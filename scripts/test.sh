@@ -109,6 +109,7 @@ if ((with_style)); then
   step "ruff check" 120 ruff check .
   step "ruff format" 120 ruff format --check .
   step "mypy" 300 mypy
+  step "mypy of the scripts" 300 env MYPYPATH=scripts mypy --explicit-package-bases scripts
 fi
 if ((with_tests)); then
   marks="not torch"

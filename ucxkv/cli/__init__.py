@@ -1,4 +1,4 @@
-"""The command `ucxkv`. Importing it loads nothing but this file: each command imports what it needs when it runs.
+"""The command `ucxkv`. Importing it loads no command: each imports what it needs when it runs.
 
 Exit codes, the same for all commands: 0 done; 1 the answer is no (a miss, a failed check, a block refused);
 2 the call or the set-up is wrong; 3 no node could answer. Errors are one line on stderr, never a traceback.

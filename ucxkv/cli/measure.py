@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 Blocks = npt.NDArray[np.uint8]
-Row = dict[str, object]
+Row = dict[str, Any]
 
 
 @dataclass(slots=True)

@@ -159,6 +159,6 @@ class Workload:
             self.fill(target, self.into[target])
         return taken
 
-    def _row(self, op: str, measured: Series, limit: Series, batch: int, fields: dict[str, object]) -> Row:
-        shape = {"bytes": self.nbytes, "batch": batch, "concurrency": 1, "limit_name": "memcpy", "verified": True}
-        return row(fields.pop("bench", "perf"), op, measured, limit, nbytes=self.nbytes * batch, **shape, **fields)  # type: ignore[arg-type]
+    def _row(self, op: str, measured: Series, limit: Series, batch: int, fields: Row) -> Row:
+        shape: Row = {"bytes": self.nbytes, "batch": batch, "concurrency": 1, "limit_name": "memcpy", "verified": True}
+        return row(fields.pop("bench", "perf"), op, measured, limit, nbytes=self.nbytes * batch, **shape, **fields)
