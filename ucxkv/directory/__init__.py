@@ -1,1 +1,47 @@
-"""See the modules."""
+"""Which blocks are visible and where they lie: the sans-IO core, and the slot table that readers map."""
+
+from __future__ import annotations
+
+from ucxkv.directory import events
+from ucxkv.directory.core import Directory, Limits, Stats
+from ucxkv.directory.events import DeleteStatus, LeaseStatus
+from ucxkv.directory.records import MAX_PARTS, part_key
+from ucxkv.directory.slots import (
+    KEY_BYTES,
+    ROOT_KEY,
+    SLOT_DTYPE,
+    CancelFlag,
+    Found,
+    PutStatus,
+    ReadResult,
+    ReadStatus,
+    Records,
+    SlotReader,
+    SlotTable,
+    SlotTableError,
+    table_bytes,
+)
+
+__all__ = [
+    "KEY_BYTES",
+    "MAX_PARTS",
+    "ROOT_KEY",
+    "SLOT_DTYPE",
+    "CancelFlag",
+    "DeleteStatus",
+    "Directory",
+    "Found",
+    "LeaseStatus",
+    "Limits",
+    "PutStatus",
+    "ReadResult",
+    "ReadStatus",
+    "Records",
+    "SlotReader",
+    "SlotTable",
+    "SlotTableError",
+    "Stats",
+    "events",
+    "part_key",
+    "table_bytes",
+]

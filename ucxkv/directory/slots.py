@@ -95,6 +95,7 @@ class PutStatus(enum.IntEnum):
     NO_SPACE = 4  # the slot table is full
     SEALED = 5  # this part is in, others are missing
     REFUSED = 6  # the key is reserved: all zero, or that of another block's part
+    UNAVAILABLE = 7  # the client's word: its node is gone or did not answer in time; the put may still have happened
 
 
 class SlotTableError(ValueError):
@@ -166,6 +167,11 @@ def as_memory(buffer: Buffer) -> memoryview:
     return memoryview(cast(bytes, buffer)).cast("B")
 
 
+def _hold(memory: Buffer) -> U8:
+    """The memory as an array. Held by cffi in place of a memoryview, whose release from a garbage cycle crashes."""
+    return np.frombuffer(memory, np.uint8)
+
+
 def count_keys(keys: Buffer) -> int:
     """How many 16-byte keys these bytes are; raises ValueError when it isn't a whole number."""
     nbytes = len(keys) if type(keys) is bytes else as_memory(keys).nbytes
@@ -206,7 +212,7 @@ class SlotTable:
         if self.links.nbytes != 4 * capacity:
             raise ValueError(f"links: {self.links.nbytes} bytes, expected {4 * capacity}")
         ffi, self._lib = _slots.ffi, _slots.lib
-        mem = ffi.from_buffer("char[]", memory, require_writable=True)
+        mem = ffi.from_buffer("char[]", _hold(memory), require_writable=True)
         if self._lib.slots_format(mem, len(mem), capacity, self.lines, epoch, seed):
             raise SlotTableError(
                 f"no table of {capacity} slots fits: {len(mem)} bytes given, "
@@ -308,19 +314,23 @@ class SlotTable:
 class SlotReader:
     """A reader's side of a slot table, in any process that maps its memory; safe to use from several threads.
 
-    memory: the whole mapping, readable; kept referenced. Raises SlotTableError when it isn't a table.
+    memory: the whole mapping, readable; kept referenced until `close`. Raises SlotTableError when it isn't a table.
     max_regions: how many regions (segments) can be mapped; region numbers at and above it read as UNMAPPED.
     """
 
     def __init__(self, memory: Buffer, *, max_regions: int = 1024) -> None:
         ffi, self._lib = _slots.ffi, _slots.lib
-        self._memory = ffi.from_buffer("char[]", memory)
+        self._memory = ffi.from_buffer("char[]", _hold(memory))
         self._table = ffi.new("kv_table *")
         if self._lib.slots_attach(self._table, ffi.cast("void *", self._memory), len(self._memory)):
             raise SlotTableError(f"{len(self._memory)} bytes that are no slot table of this version, or a piece of one")
         self._regions = ffi.new("kv_region[]", max_regions)
         self.max_regions = max_regions
         self._resolver = ffi.new("kv_resolver *", [self._table, self._regions, max_regions])
+
+    def close(self) -> None:
+        """Let go of the memory; no call may be running in another thread, and later ones raise TypeError."""
+        self._table = self._resolver = self._memory = None
 
     @property
     def capacity(self) -> int:

@@ -275,6 +275,10 @@ class TwinReader:
         self._index = _Index(view, capacity, lines, seed, epoch)
         self._regions: dict[int, tuple[int, int]] = {}
 
+    def close(self) -> None:
+        """See `SlotReader.close`; later calls raise AttributeError."""
+        del self._index
+
     def map_region(self, region: int, address: int, size_bytes: int) -> None:
         """See `SlotReader.map_region`."""
         if not 0 <= region < self.max_regions:

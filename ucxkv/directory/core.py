@@ -1,0 +1,407 @@
+"""The directory core: which blocks are visible, and what has to be freed when they no longer are.
+
+Synchronous and sans-IO: `handle(event, now_ns)` is the only way to change it; the reply and the effects come back.
+Time is an argument, the slot table is memory handed in by the shell. Between two calls, always (`check()` asserts it):
+
+  I1 prefix closed   a visible block is a root or its parent is visible. Blocks go deepest first, a parent comes first,
+                     and each single store into the slot table keeps it so for readers that look on meanwhile.
+  I2 whole           a visible block has all its parts in the table, sealed with their sums, under one generation.
+  I5 no torn read    an extent is named for freeing once only, after its block was hidden, every lease on it ended and
+                     the grace passed. No extent belongs to two of: visible, being written, leaving.
+  I6 one content     at most one generation of a key is visible; the first that was committed whole stays until it is
+                     hidden.
+
+Beside the table there are five u32 per slot: parent (slot number, NONE for a root), holds, prev, next, last_use (10
+ms). `holds` counts what keeps a block from being evicted: visible children, children being written, leases. The
+policy's leaves are exactly the visible blocks whose `holds` is 0. Derived slots (parts >= 1) are neither parents,
+children nor leaves; their `parent` is the slot of their block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ucxkv.directory import events as ev
+from ucxkv.directory.invariants import check
+from ucxkv.directory.leases import LeaseTable
+from ucxkv.directory.leaving import LeavingList
+from ucxkv.directory.loss import lose
+from ucxkv.directory.parts import PartWriter
+from ucxkv.directory.records import SlotWords, derived_keys
+from ucxkv.directory.slots import NONE, U8, U32, Buffer, Records, SlotTable, as_memory, count_keys
+from ucxkv.directory.slots_twin import TwinTable
+from ucxkv.policy.base import EvictionPolicy, LeafLinks
+from ucxkv.policy.lru import LruPolicy
+
+R = TypeVar("R")
+_TIME_UNIT_NS = 10_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of what is kept in Python objects: blocks being written, leases, keys and time of one lease."""
+
+    writing: int = 65_536
+    leases: int = 65_536
+    lease_keys: int = 65_536
+    lease_ttl_ns: int = 3600 * 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counts at this moment, and totals since the start (`*_total`)."""
+
+    blocks: int
+    bytes: int
+    slots_used: int
+    slots_capacity: int
+    leaves: int
+    writing: int
+    leases: int
+    leased_blocks: int
+    leaving_extents: int
+    index: int
+    stored_total: int
+    evicted_total: int
+    deleted_total: int
+    lost_total: int
+
+
+class Directory:
+    """See the module.
+
+    table: a freshly made SlotTable (or its twin); the directory becomes its only writer and owns `table.links`.
+    grace_ns: how long a hidden block's memory stays untouched for readers that found it before.
+    """
+
+    def __init__(
+        self,
+        table: SlotTable | TwinTable,
+        *,
+        grace_ns: int,
+        limits: Limits | None = None,
+        policy: Callable[[LeafLinks], EvictionPolicy] = LruPolicy,
+    ) -> None:
+        limits = limits or Limits()
+        self.table = table
+        self.reader = table.reader()
+        self.words = SlotWords(table.words)
+        n = table.capacity
+        self.arrays: dict[str, U32] = {name: np.zeros(n, np.uint32) for name in ("parent", "holds", "prev", "last_use")}
+        self.arrays["next"] = table.links
+        views = {name: as_memory(array).cast("I") for name, array in self.arrays.items()}
+        self.parent, self.holds, self.last_use = views["parent"], views["holds"], views["last_use"]
+        links = LeafLinks(views["prev"], views["next"], views["last_use"])
+        self.policy = policy(links)
+        self.leases = LeaseTable(limits.leases, limits.lease_keys, limits.lease_ttl_ns)
+        self.leaving = LeavingList(grace_ns)
+        self.parts = PartWriter(self, limits.writing)
+        self.generation = 0
+        self.blocks = self.bytes = 0
+        self._origin_ns: int | None = None
+        self._totals = dict.fromkeys(("stored", "evicted", "deleted", "lost"), 0)
+        self._handlers: dict[type[Any], Callable[[Any, int], Any]] = {
+            ev.Put: self._put,
+            ev.PutPart: self.parts.put,
+            ev.Touch: self._touch,
+            ev.Lease: self._lease,
+            ev.Renew: self._renew,
+            ev.Release: self._release,
+            ev.OwnerLost: self._owner_lost,
+            ev.Delete: self._delete,
+            ev.Evict: self._evict,
+            ev.Lost: self._lost,
+            ev.Drop: self._drop,
+            ev.Tick: self._tick,
+        }
+
+    def handle(self, event: ev.Event[R], now_ns: int) -> ev.Outcome[R]:
+        """Carry out one event at `now_ns` (monotonic, never going back). ValueError: an event that makes no sense."""
+        if self._origin_ns is None:
+            self._origin_ns = now_ns
+        reply: R = self._handlers[type(event)](event, now_ns)
+        due = self.leaving.next_ns()
+        if due is not None and due <= now_ns:
+            return ev.Outcome(reply, [ev.FreeExtents(self.leaving.due(now_ns))])
+        return ev.Outcome(reply, [])
+
+    def lookup(self, keys: Buffer) -> tuple[Records, U8]:
+        """Copies of the keys' slots and which were found; SLOT_DTYPE[n], u8[n]."""
+        return self.reader.lookup(keys)
+
+    def match(self, keys: Buffer) -> int:
+        """How many keys from the first on are visible without a gap."""
+        return self.reader.match(keys)
+
+    def scan(self, cursor: int, limit: int) -> tuple[int, Records]:
+        """A page of visible blocks: (next cursor, SLOT_DTYPE[m]); the end is `table.capacity`."""
+        return self.reader.scan(cursor, limit)
+
+    def next_ns(self) -> int | None:
+        """When a Tick has something to do next; None: nothing waits."""
+        times = (self.leases.next_ns(), self.leaving.next_ns(), self.parts.writing.next_ns())
+        return min((at for at in times if at is not None), default=None)
+
+    def stats(self) -> Stats:
+        """Counts for operators."""
+        return Stats(
+            blocks=self.blocks,
+            bytes=self.bytes,
+            slots_used=self.table.used,
+            slots_capacity=self.table.capacity,
+            leaves=len(self.policy),
+            writing=len(self.parts.writing),
+            leases=len(self.leases),
+            leased_blocks=len(self.leases.pins),
+            leaving_extents=self.leaving.extents_count,
+            index=self.generation,
+            **{f"{name}_total": count for name, count in self._totals.items()},
+        )
+
+    def index_bytes_per_block(self) -> float:
+        """Bytes of index memory for each block the table can hold, the header page left out."""
+        side = sum(array.nbytes for array in self.arrays.values())
+        return (64 * (self.table.lines + self.table.capacity) + side) / self.table.capacity
+
+    def check(self) -> None:
+        """Assert every invariant; slow, for tests and debug runs."""
+        check(self)
+
+    # ---- how single blocks come, are held, and go (also used by PartWriter) ----
+
+    def clock(self, now_ns: int) -> int:
+        """`now_ns` in the unit of last_use."""
+        return (now_ns - (self._origin_ns or 0)) // _TIME_UNIT_NS & NONE
+
+    def hold(self, slot: int) -> None:
+        """One more thing keeps this block from being evicted."""
+        if not self.holds[slot]:
+            self.policy.remove(slot)
+        self.holds[slot] += 1
+
+    def unhold(self, slot: int) -> None:
+        """One thing less keeps this block from being evicted."""
+        left = self.holds[slot] - 1
+        self.holds[slot] = left
+        if not left:
+            self.policy.readmit(slot)
+
+    def arrived(self, slot: int, parent_slot: int, length: int, now_ns: int) -> None:
+        """A block has become visible. Its hold on its parent is the caller's to make."""
+        self.parent[slot] = parent_slot & NONE
+        self.holds[slot] = 0
+        self.last_use[slot] = self.clock(now_ns)
+        self.policy.add(slot)
+        self.blocks += 1
+        self.bytes += length
+        self._totals["stored"] += 1
+
+    def whole(self, slot: int) -> tuple[list[ev.Extent], list[int]]:
+        """All extents of a block, and the slots to hide: itself, then its derived ones."""
+        words = self.words
+        parts = words.parts(slot)
+        if parts <= 1:
+            return [words.extent(slot)], [slot]
+        derived = self.table.find(b"".join(derived_keys(words.key(slot), parts))).tolist()
+        return [words.extent(one) for one in (slot, *derived)], [slot, *derived]
+
+    # ---- events ----
+
+    def _put(self, event: ev.Put, now_ns: int) -> ev.PutReply:
+        marks, retry_ns = None, 0
+        if self.parts.writing:
+            marks, retry_ns = self.parts.busy_marks(event.keys, now_ns)
+        status, slots, parents = self.table.put(
+            event.keys,
+            event.parents,
+            event.regions,
+            event.offsets,
+            event.lengths,
+            event.sums,
+            generation=self.generation + 1,
+            tier=event.tier,
+            flag=event.flag,
+            status=marks,
+        )
+        self.generation += len(status)
+        clock, parent, holds, last_use = self.clock(now_ns), self.parent, self.holds, self.last_use
+        lengths = as_memory(event.lengths).cast("I")
+        stored: list[int] = []
+        total, before = 0, -1
+        for state, slot, above, length in zip(status.tolist(), slots.tolist(), parents.tolist(), lengths, strict=True):
+            if state:
+                continue
+            parent[slot] = above & NONE
+            holds[slot] = 0
+            last_use[slot] = clock
+            stored.append(slot)
+            total += length
+            if above >= 0:
+                if above != before and not holds[above]:
+                    self.policy.remove(above)
+                holds[above] += 1
+            before = slot
+        for slot in stored:
+            if not holds[slot]:
+                self.policy.add(slot)
+        self.blocks += len(stored)
+        self.bytes += total
+        self._totals["stored"] += len(stored)
+        return ev.PutReply(status, self.generation, retry_ns)
+
+    def _visible(self, keys: Buffer) -> list[int]:
+        """Slot numbers of blocks, -1 where not visible; a derived slot is no block."""
+        slots: list[int] = self.table.find(keys).tolist()
+        is_derived = self.words.is_derived
+        return [-1 if slot >= 0 and is_derived(slot) else slot for slot in slots]
+
+    def _touch(self, event: ev.Touch, now_ns: int) -> ev.Done:
+        clock, last_use, holds = self.clock(now_ns), self.last_use, self.holds
+        slots = [slot for slot in self._visible(event.keys) if slot >= 0]
+        for slot in slots:
+            last_use[slot] = clock
+        self.policy.touch([slot for slot in slots if not holds[slot]])
+        return ev.Done(bool(slots))
+
+    def _lease(self, event: ev.Lease, now_ns: int) -> ev.LeaseReply:
+        n = count_keys(event.keys)
+        if self.leases.is_full or n > self.leases.max_keys:
+            return ev.LeaseReply(0, np.full(n, ev.LeaseStatus.LIMIT, np.uint8), now_ns)
+        slots = self._visible(event.keys)
+        status = np.array([ev.LeaseStatus.MISS if slot < 0 else ev.LeaseStatus.GRANTED for slot in slots], np.uint8)
+        held = sorted({slot for slot in slots if slot >= 0})
+        if not held or event.ttl_ns <= 0:
+            return ev.LeaseReply(0, np.full(n, ev.LeaseStatus.MISS, np.uint8), now_ns)
+        pinned = [(slot, self.words.generation(slot)) for slot in held]
+        lease, end_ns = self.leases.grant(pinned, event.ttl_ns, event.owner, now_ns)
+        for slot in held:
+            self.hold(slot)
+        return ev.LeaseReply(lease, status, end_ns)
+
+    def _renew(self, event: ev.Renew, now_ns: int) -> ev.Done:
+        return ev.Done(self.leases.renew(event.lease, event.ttl_ns, now_ns))
+
+    def _release(self, event: ev.Release, now_ns: int) -> ev.Done:
+        pinned = self.leases.release(event.lease)
+        self._unpin(pinned)
+        return ev.Done(bool(pinned))
+
+    def _owner_lost(self, event: ev.OwnerLost, now_ns: int) -> ev.Done:
+        return ev.Done(self.leases.owner_lost(event.owner))
+
+    def _unpin(self, pinned: list[tuple[int, int]]) -> None:
+        for slot, generation in pinned:
+            if self.leaving.is_held(generation):
+                self.leaving.lease_ended(generation)
+            else:
+                self.unhold(slot)
+
+    def _delete(self, event: ev.Delete, now_ns: int) -> ev.DeleteReply:
+        slots = self._visible(event.keys)
+        wanted = {slot for slot in slots if slot >= 0}
+        left = {slot: self._children(slot) for slot in wanted}
+        ready = [slot for slot, children in left.items() if not children]
+        gone: list[int] = []
+        while ready:
+            slot = ready.pop()
+            gone.append(slot)
+            above = self.parent[slot]
+            if above in left:
+                left[above] -= 1
+                if not left[above]:
+                    ready.append(above)
+        self._leave(gone, now_ns)
+        self._totals["deleted"] += len(gone)
+        done = set(gone)
+        codes = [_deleted(slot, done) for slot in slots]
+        return ev.DeleteReply(np.array(codes, np.uint8))
+
+    def _children(self, slot: int) -> int:
+        """Children of a block, visible or being written: what holds it besides leases."""
+        pins = self.leases.pins
+        return int(self.holds[slot]) - (pins.get(self.words.generation(slot), 0) if pins else 0)
+
+    def _depart(self, slot: int, extents: list[ev.Extent], hide: list[int], now_ns: int) -> int:
+        """Everything about one block's going but hiding its slots, which come to `hide`; its bytes."""
+        found, numbers = self.whole(slot)
+        hide += numbers
+        above = self.parent[slot]
+        if above != NONE:
+            self.unhold(above)
+        pins = self.leases.pins
+        leases = pins.get(self.words.generation(slot), 0) if pins else 0
+        if leases:
+            self.leaving.add_held(self.words.generation(slot), leases, found, now_ns)
+        else:
+            extents += found
+        size = found[0][2] if len(found) == 1 else sum(length for _, _, length in found)
+        self.blocks -= 1
+        self.bytes -= size
+        return size
+
+    def _leave(self, gone: list[int], now_ns: int) -> None:
+        """Hide these blocks, in an order where children come before parents."""
+        extents: list[ev.Extent] = []
+        hide: list[int] = []
+        for slot in gone:
+            self.policy.remove(slot)
+            self._depart(slot, extents, hide, now_ns)
+        self._hide(hide, extents, now_ns)
+
+    def _hide(self, hide: list[int], extents: list[ev.Extent], now_ns: int) -> None:
+        if hide:
+            self.table.hide(np.array(hide, np.int32))
+        if extents:
+            self.leaving.add(extents, now_ns)
+
+    def _evict(self, event: ev.Evict, now_ns: int) -> ev.RemovedReply:
+        extents: list[ev.Extent] = []
+        hide: list[int] = []
+        passed: list[int] = []
+        size = blocks = 0
+        for _ in range(event.limit):
+            slot = self.policy.pop() if size < event.bytes_needed else -1
+            if slot < 0:
+                break
+            if event.regions is not None and not any(e[0] in event.regions for e in self.whole(slot)[0]):
+                passed.append(slot)
+                continue
+            size += self._depart(slot, extents, hide, now_ns)
+            blocks += 1
+        for slot in reversed(passed):
+            self.policy.readmit(slot)
+        self._hide(hide, extents, now_ns)
+        self._totals["evicted"] += blocks
+        return ev.RemovedReply(blocks, size)
+
+    def _lost(self, event: ev.Lost, now_ns: int) -> ev.RemovedReply:
+        reply = lose(self, set(event.regions), now_ns)
+        self.blocks -= reply.blocks
+        self.bytes -= reply.bytes
+        self._totals["lost"] += reply.blocks
+        return reply
+
+    def _drop(self, event: ev.Drop, now_ns: int) -> ev.RemovedReply:
+        slots = [slot for slot in self.table.find(event.keys).tolist() if slot >= 0]
+        if not slots:
+            return ev.RemovedReply(0, 0)
+        reply = lose(self, set(), now_ns, slots)
+        self.blocks -= reply.blocks
+        self.bytes -= reply.bytes
+        self._totals["lost"] += reply.blocks
+        return reply
+
+    def _tick(self, event: ev.Tick, now_ns: int) -> ev.Done:
+        self._unpin(self.leases.expire(now_ns))
+        self.parts.reap(now_ns)
+        return ev.Done()
+
+
+def _deleted(slot: int, done: set[int]) -> ev.DeleteStatus:
+    if slot < 0:
+        return ev.DeleteStatus.MISS
+    return ev.DeleteStatus.DELETED if slot in done else ev.DeleteStatus.ORDER

@@ -1,0 +1,221 @@
+"""What happens to a directory and what it answers: plain frozen data, one class an event.
+
+Arrays are columns: `keys` and `parents` are n x 16 bytes, `regions` u16[n], `offsets` u64[n], `lengths` u32[n], `sums`
+u64[n] (little endian; bytes, memoryviews or numpy arrays alike), so that no object is made a key. A reply's arrays are
+new. Each event names its reply: `Directory.handle(event, now_ns)` returns `Outcome[reply]`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
+
+from ucxkv.directory.slots import U8, Buffer
+
+Extent: TypeAlias = tuple[int, int, int]
+"""(region, offset, length)."""
+
+R = TypeVar("R", covariant=True)
+S = TypeVar("S")
+
+
+class LeaseStatus(enum.IntEnum):
+    """What became of one key of a lease request."""
+
+    GRANTED = 0
+    MISS = 1
+    LIMIT = 2  # too many leases, or too many keys in one
+
+
+class DeleteStatus(enum.IntEnum):
+    """What became of one key of a delete."""
+
+    DELETED = 0
+    MISS = 1
+    ORDER = 2  # it has children, visible or being written, that are not in the same call
+    UNAVAILABLE = 3  # the client's word: its node is gone or did not answer in time
+
+
+@dataclass(frozen=True, slots=True)
+class FreeExtents:
+    """Effect: nobody reads or names these extents any more; they may be allocated again."""
+
+    extents: list[Extent]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[S]):
+    """A reply for the asker and what the shell has to do."""
+
+    reply: S
+    effects: list[FreeExtents]
+
+
+@dataclass(frozen=True, slots=True)
+class PutReply:
+    """`status` u8[n] of PutStatus; extents of blocks neither STORED nor SEALED stay the caller's.
+
+    index: the log position the call brought the directory to. retry_after_ns: when BUSY, how long the other put may
+    last.
+    """
+
+    status: U8
+    index: int
+    retry_after_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReply:
+    """`lease` is 0 when nothing was granted; `status` u8[n] of LeaseStatus; `end_ns` on the directory's clock."""
+
+    lease: int
+    status: U8
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteReply:
+    """`status` u8[n] of DeleteStatus."""
+
+    status: U8
+
+
+@dataclass(frozen=True, slots=True)
+class RemovedReply:
+    """How many blocks, and how many bytes of values, were taken out of sight; their extents follow when they are
+    free."""
+
+    blocks: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """`ok` is False when there was nothing to do it to."""
+
+    ok: bool = True
+
+
+class Event(Generic[R]):
+    """Base of all events; the parameter is the reply."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Put(Event[PutReply]):
+    """Make n single-part blocks visible whose bytes are in place. A parent (all zero: root) may come earlier in the
+    call.
+
+    The first writer of a key wins. tier: 0 gpu, 1 host, 2 nvme. flag: the writer's own byte (flags[1] of the slot).
+    """
+
+    keys: Buffer
+    parents: Buffer
+    regions: Buffer
+    offsets: Buffer
+    lengths: Buffer
+    sums: Buffer
+    tier: int = 1
+    flag: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PutPart(Event[PutReply]):
+    """Seal part `part` of `parts` of n blocks; a block becomes visible with its last missing part, under one put_id.
+
+    deadline_ns: when the writing of a block begun here is given up; sealed extents are freed then.
+    """
+
+    keys: Buffer
+    parents: Buffer
+    part: int
+    parts: int
+    put_id: int
+    regions: Buffer
+    offsets: Buffer
+    lengths: Buffer
+    sums: Buffer
+    deadline_ns: int
+    tier: int = 1
+    flag: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Touch(Event[Done]):
+    """These blocks were read, in this order; report a chain's tail first."""
+
+    keys: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Lease(Event[LeaseReply]):
+    """Keep the values of these blocks in place for `ttl_ns`; keys that miss are left out."""
+
+    keys: Buffer
+    ttl_ns: int
+    owner: int
+
+
+@dataclass(frozen=True, slots=True)
+class Renew(Event[Done]):
+    """Start a lease's time anew; not ok when it is over, or its owner lost."""
+
+    lease: int
+    ttl_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Event[Done]):
+    """End a lease now: its owner reads no more."""
+
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerLost(Event[Done]):
+    """This owner is gone. Its process may still be reading, so its leases end by their time and can't be renewed."""
+
+    owner: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delete(Event[DeleteReply]):
+    """Hide these blocks; one with children that are not in the same call stays."""
+
+    keys: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Evict(Event[RemovedReply]):
+    """Hide leaves, as the policy picks them, until `bytes_needed` are on their way to be free or `limit` were looked
+    at.
+
+    regions: only blocks with a part there; None: all.
+    """
+
+    bytes_needed: int
+    regions: Collection[int] | None = None
+    limit: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Lost(Event[RemovedReply]):
+    """These regions are gone: hide every block with a part there and all its descendants; nothing there is freed."""
+
+    regions: Collection[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop(Event[RemovedReply]):
+    """The values of these keys (blocks or parts of blocks) are bad: hide their blocks and all descendants, children or
+    not."""
+
+    keys: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Tick(Event[Done]):
+    """Time has passed: end leases, give up late writings, free what left long enough ago."""

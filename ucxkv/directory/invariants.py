@@ -1,0 +1,99 @@
+"""The directory's invariants, asserted over its whole state; for tests and debug runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucxkv.directory.events import Extent
+from ucxkv.directory.records import derived_keys
+from ucxkv.directory.slots import NONE, PART_FLAG
+
+if TYPE_CHECKING:
+    from ucxkv.directory.core import Directory
+
+
+def check(directory: Directory) -> None:
+    """Assert I1, I2, I5, I6 and that holds, leaves, counters and tables agree with each other."""
+    records = directory.table.records
+    visible = _visible(directory)
+    derived = {slot for slot in visible if records["flags"][slot][0] & PART_FLAG}
+    blocks = visible - derived
+    assert len(visible) == directory.table.used
+    _check_keys(directory, visible, blocks, derived)
+    _check_holds(directory, visible, blocks)
+    _check_extents(directory, visible)
+    directory.leases.check()
+    directory.parts.writing.check()
+    generations = {int(records["generation"][slot]): slot for slot in blocks}
+    assert len(generations) == len(blocks) and all(0 < g <= directory.generation for g in generations)
+    for generation, leases in directory.leases.pins.items():
+        assert (generation in generations) != directory.leaving.is_held(generation), "a pin on nothing"
+        assert directory.leaving.held().get(generation, leases) == leases, "a leaving block held by other leases"
+    assert directory.blocks == len(blocks)
+    assert directory.bytes == sum(int(records["length"][slot]) for slot in visible)
+
+
+def _visible(directory: Directory) -> set[int]:
+    return set(np.flatnonzero(directory.table.records["state"][: directory.table.fresh] == 1).tolist())
+
+
+def _check_keys(directory: Directory, visible: set[int], blocks: set[int], derived: set[int]) -> None:
+    """I6 and I2: each visible slot is found under its own key, and a block has exactly its parts."""
+    records = directory.table.records
+    keys = {slot: records["key"][slot].tobytes() for slot in visible}
+    assert len(set(keys.values())) == len(visible), "I6: two visible slots of one key"
+    for slot, key in keys.items():
+        assert int(directory.table.find(key)[0]) == slot, "I6: a visible slot is not found"
+    seen = set()
+    for slot in blocks:
+        for key in derived_keys(keys[slot], int(records["parts"][slot])):
+            part = int(directory.table.find(key)[0])
+            assert part in derived and part not in seen, "I2: a part is missing"
+            assert records["generation"][part] == records["generation"][slot], "I2: parts of two generations"
+            assert directory.parent[part] == slot
+            seen.add(part)
+    assert seen == derived, "I2: a part of no block"
+
+
+def _check_holds(directory: Directory, visible: set[int], blocks: set[int]) -> None:
+    """I1, and holds = children + writing children + leases, and the leaves are those that nothing holds."""
+    holds: Counter[int] = Counter()
+    for slot in blocks:
+        above = directory.parent[slot]
+        assert above == NONE or above in blocks, "I1: a visible block whose parent is not"
+        holds[above] += 1
+    for block in directory.parts.writing:
+        assert block.parent_slot == -1 or block.parent_slot in blocks, "I1: a writing block whose parent is not visible"
+        assert int(directory.table.find(block.key)[0]) < 0, "a writing block is visible"
+        holds[block.parent_slot] += 1
+    for slot in blocks:
+        holds[slot] += directory.leases.pins.get(directory.words.generation(slot), 0)
+        assert directory.holds[slot] == holds[slot], "holds"
+    leaves = directory.policy.leaves()
+    assert len(leaves) == len(set(leaves)) == len(directory.policy)
+    assert set(leaves) == {slot for slot in blocks if not holds[slot]}, "the leaves are not what nothing holds"
+    prev = directory.arrays["prev"]
+    assert not any(prev[slot] for slot in range(directory.table.capacity) if slot not in set(leaves))
+
+
+def held_extents(directory: Directory, visible: set[int] | None = None) -> list[Extent]:
+    """Every extent the directory has in hand: of the visible slots (default: found here), of writings, and leaving."""
+    if visible is None:
+        visible = _visible(directory)
+    spans = [directory.words.extent(slot) for slot in visible]
+    spans += [extent for block in directory.parts.writing for extent in block.extents()]
+    return spans + directory.leaving.extents()
+
+
+def _check_extents(directory: Directory, visible: set[int]) -> None:
+    """I5: no byte belongs to two of visible, being written, leaving."""
+    leaving = directory.leaving.extents()
+    assert len(leaving) == directory.leaving.extents_count
+    assert sum(length for _, _, length in leaving) == directory.leaving.bytes_count
+    spans = sorted(held_extents(directory, visible))
+    for (region, offset, length), (other, start, _) in pairwise(spans):
+        assert region != other or offset + length <= start, "I5: an extent in two hands"

@@ -1,0 +1,111 @@
+"""Multi-part blocks that are being written: begun, some parts sealed, not visible.
+
+Invariants: a block in here is not in the slot table; its parts all belong to one put_id (two puts never mix); its
+parent, if it has one, was visible at Begin and is held since, so it is visible still. Bounded in number; each has a
+deadline.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ucxkv.directory.events import Extent
+from ucxkv.directory.records import part_key
+from ucxkv.directory.slots import PART_FLAG, SLOT_DTYPE, Records
+
+
+@dataclass(slots=True)
+class Writing:
+    """One block: `sealed` maps a part to its (extent, sum). parent_slot: -1 for a root."""
+
+    key: bytes
+    parent_slot: int
+    parts: int
+    put_id: int
+    deadline_ns: int
+    tier: int
+    flag: int
+    sealed: dict[int, tuple[Extent, int]] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all parts are sealed."""
+        return len(self.sealed) == self.parts
+
+    def extents(self) -> list[Extent]:
+        """The sealed parts' extents."""
+        return [extent for extent, _ in self.sealed.values()]
+
+    def records(self, generation: int) -> Records:
+        """The slots to publish: the derived parts first, the block itself last; SLOT_DTYPE[parts]."""
+        out = np.zeros(self.parts, SLOT_DTYPE)
+        for at, part in enumerate(range(self.parts - 1, -1, -1)):
+            (region, offset, length), total = self.sealed[part]
+            out[at] = (
+                np.void(part_key(self.key, part, self.parts)), generation, 0, 0, self.parts, region, offset, length,
+                self.tier, (PART_FLAG if part else 0, self.flag, 0), total, 0, 0,
+            )  # fmt: skip
+        return out
+
+
+@dataclass(slots=True)
+class WritingTable:
+    """See the module."""
+
+    limit: int
+    _blocks: dict[bytes, Writing] = field(default_factory=dict)
+    _deadlines: list[tuple[int, bytes, int]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[Writing]:
+        return iter(list(self._blocks.values()))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no block can be begun now."""
+        return len(self._blocks) >= self.limit
+
+    def get(self, key: bytes) -> Writing | None:
+        """The block being written under this key."""
+        return self._blocks.get(key)
+
+    def begin(self, block: Writing) -> None:
+        """Take in a new block."""
+        assert block.key not in self._blocks and not self.is_full
+        self._blocks[block.key] = block
+        heapq.heappush(self._deadlines, (block.deadline_ns, block.key, block.put_id))
+
+    def end(self, block: Writing) -> None:
+        """Take a block out: committed, or given up."""
+        del self._blocks[block.key]
+        if len(self._deadlines) > 2 * len(self._blocks) + 64:
+            self._deadlines = [(one.deadline_ns, one.key, one.put_id) for one in self._blocks.values()]
+            heapq.heapify(self._deadlines)
+
+    def late(self, now_ns: int) -> list[Writing]:
+        """The blocks whose deadline has passed; still in here."""
+        out: list[Writing] = []
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            deadline, key, _ = heapq.heappop(self._deadlines)
+            block = self._blocks.get(key)
+            if block is not None and block.deadline_ns == deadline and block not in out:
+                out.append(block)
+        return out
+
+    def next_ns(self) -> int | None:
+        """The next deadline."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def check(self) -> None:
+        """Assert the invariants that need no table."""
+        assert len(self._blocks) <= self.limit
+        for key, block in self._blocks.items():
+            assert block.key == key and 0 < len(block.sealed) < block.parts
+            assert all(0 <= part < block.parts for part in block.sealed)
+            assert any(d == block.deadline_ns and k == key for d, k, _ in self._deadlines), "a writing without deadline"
