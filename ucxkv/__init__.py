@@ -9,6 +9,7 @@ Importing this sets no environment variable, starts no thread and loads neither 
 
 from __future__ import annotations
 
+from ucxkv import sync
 from ucxkv.client import (
     Client,
     DeleteStatus,
@@ -80,4 +81,5 @@ __all__ = [
     "__version__",
     "block_keys",
     "connect",
+    "sync",
 ]

@@ -1,7 +1,9 @@
 """Open a control connection to a node and shake hands; clients and nodes use it alike.
 
-Promise: `dial` returns an open, authenticated connection with the node's Welcome, or raises one of `ucxkv.errors` within
-the deadline and leaves no socket or descriptor behind. Errors of the transport become errors of ucxkv here and nowhere else.
+Promise: `dial` returns an open, authenticated connection with the node's Welcome, or raises one of `ucxkv.errors`
+within
+the deadline and leaves no socket or descriptor behind. Errors of the transport become errors of ucxkv here and
+nowhere else.
 """
 
 from __future__ import annotations

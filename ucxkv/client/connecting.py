@@ -43,7 +43,7 @@ class Connect:
         def make_engine() -> MessageEngine:
             nonlocal engine
             if engine is None:
-                from ucxkv.client.message import MessageEngine  # noqa: PLC0415  (loads libucp: only when a node needs it)
+                from ucxkv.client.message import MessageEngine
 
                 engine = MessageEngine(self._ucx_library)
                 client.on_close(engine.close)
@@ -85,7 +85,8 @@ def connect(
 
     One address that answers is enough; the others of the cluster are learnt from it. token: shared secret, default the
     environment's UCXKV_TOKEN. path: "auto" (mapped memory on the same host, else UCX messages), "mapped" or "message".
-    timeout_s: deadline of connecting, and of every call that gives none of its own. ucx_library: libucp to use for messages.
+    timeout_s: deadline of connecting, and of every call that gives none of its own. ucx_library: libucp to use for
+    messages.
     """
     if not addresses:
         raise errors.UsageError('no address; pass at least one, as in ucxkv.connect("127.0.0.1:13337")')
@@ -98,4 +99,6 @@ def connect(
         raise errors.UsageError(f"path={path!r}; one of {', '.join(PATHS)}")
     if not timeout_s > 0:
         raise errors.UsageError(f"timeout_s={timeout_s}; pass seconds above 0")
-    return Connect(addresses, os.environ.get("UCXKV_TOKEN", "") if token is None else token, path, timeout_s, ucx_library)
+    return Connect(
+        addresses, os.environ.get("UCXKV_TOKEN", "") if token is None else token, path, timeout_s, ucx_library
+    )

@@ -1,6 +1,7 @@
 """Extents that a node granted to this client ahead of its puts, so that a put is one round trip.
 
-Invariants: an extent is handed out once; a put that was sent uses its extents up, whatever became of it; one that was not
+Invariants: an extent is handed out once; a put that was sent uses its extents up, whatever became of it; one that
+was not
 sent gives them back. What lies unused for a while goes back to the node.
 """
 

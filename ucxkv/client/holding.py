@@ -40,14 +40,17 @@ class _Held:
 
 
 class Lease:
-    """`async with kv.lease(keys) as lease:` these blocks stay put until the end of the block, or until `valid` is False.
+    """`async with kv.lease(keys) as lease:` these blocks stay put until the end of the block, or until `valid` is
+    False.
 
     granted: bool[n], which of the keys were there. A lease is lost when its node dies or cannot be reached for `ttl_s`.
     """
 
     def __init__(self, client: Client, keys: npt.NDArray[np.uint8], ttl_s: float) -> None:
         if not 0.05 <= ttl_s <= 600:
-            raise errors.UsageError(f"ttl_s={ttl_s}: a lease runs between 0.05 and 600 seconds and is renewed meanwhile")
+            raise errors.UsageError(
+                f"ttl_s={ttl_s}: a lease runs between 0.05 and 600 seconds and is renewed meanwhile"
+            )
         self._client = client
         self._keys = keys
         self._ttl_ns = int(ttl_s * 1e9)
@@ -94,7 +97,9 @@ class Lease:
             for held in self._held:
                 asked_ns = time.monotonic_ns()
                 try:
-                    answer = await held.link.ask(m.Renew(lease=held.lease, ttl_ms=self._ttl_ns // 1_000_000), held.until_ns)
+                    answer = await held.link.ask(
+                        m.Renew(lease=held.lease, ttl_ms=self._ttl_ns // 1_000_000), held.until_ns
+                    )
                 except errors.UcxKvError:
                     continue  # `valid` turns False when its time is over
                 if isinstance(answer, m.Done) and answer.ok:

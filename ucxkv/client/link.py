@@ -1,7 +1,8 @@
 """One node as a client sees it: its control connection, the path to its memory, the grants it gave, and its death.
 
 Invariants
-  - After the control connection ends, nothing of that node is a hit any more: `is_alive` is False in the same loop turn.
+  - After the control connection ends, nothing of that node is a hit any more: `is_alive` is False in the same loop
+  turn.
   - A put is committed by one message; before it is sent nothing is visible, after it was sent its extents are used up.
   - Every request carries the call's deadline.
 """
@@ -9,6 +10,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from typing import TYPE_CHECKING
 
@@ -47,7 +49,9 @@ _RETRY_MAX_S = 0.05
 class NodeLink:
     """An open session with one node. Made by `ucxkv.client.opening.open_link`."""
 
-    def __init__(self, welcome: m.Welcome, connection: ControlConnection, path: Path, on_lost: Callable[[NodeLink], None]) -> None:
+    def __init__(
+        self, welcome: m.Welcome, connection: ControlConnection, path: Path, on_lost: Callable[[NodeLink], None]
+    ) -> None:
         self.welcome = welcome
         self.connection = connection
         self.path = path
@@ -149,7 +153,9 @@ class NodeLink:
                         break
                     stop = begin + len(taken)
                     part = pieces.run(begin, stop)
-                    future = await self._send(keys[16 * begin : 16 * stop], parents[16 * begin : 16 * stop], part, taken, length, deadline_ns)
+                    future = await self._send(
+                        keys[16 * begin : 16 * stop], parents[16 * begin : 16 * stop], part, taken, length, deadline_ns
+                    )
                     flying.append((begin, stop, future, length))
                     moved += length * len(taken)
                     if moved >= INLINE_BYTES:
@@ -182,7 +188,9 @@ class NodeLink:
                     break
                 stop = done + len(taken)
                 part = pieces.run(done, stop)
-                future = await self._send(keys[16 * done : 16 * stop], parents[16 * done : 16 * stop], part, taken, length, deadline_ns)
+                future = await self._send(
+                    keys[16 * done : 16 * stop], parents[16 * done : 16 * stop], part, taken, length, deadline_ns
+                )
                 self.connection.wait_inline(future, deadline_ns)
                 await self._collect((done, stop, future, length), status)
                 done = stop
@@ -195,13 +203,16 @@ class NodeLink:
         limit = self.welcome.value_bytes_max
         if largest > limit:
             raise errors.ValueTooLarge(
-                f"a value of {largest} bytes; node {self.name} takes at most {limit}: split it, or start nodes with larger --host-bytes",
+                f"a value of {largest} bytes; node {self.name} takes at most {limit}: split it, or start "
+                "nodes with larger --host-bytes",
                 size_bytes=largest,
                 limit_bytes=limit,
                 node=self.name,
             )
 
-    async def _send(self, keys: bytes, parents: bytes, pieces: Pieces, taken: Taken, length: int, deadline_ns: int) -> asyncio.Future[ControlMessage]:
+    async def _send(
+        self, keys: bytes, parents: bytes, pieces: Pieces, taken: Taken, length: int, deadline_ns: int
+    ) -> asyncio.Future[ControlMessage]:
         """Move the bytes, then send the commit; returns the future of its answer."""
         try:
             sums = await self.path.write(pieces, taken.regions, taken.offsets, deadline_ns)
@@ -223,7 +234,9 @@ class NodeLink:
             raise mapped_error(exc, self.name) from exc
 
     def abandon(self, taken: Taken) -> None:
-        """Extents whose write was stopped: the path has let go of them (its promise), so the node may have them back."""
+        """Extents whose write was stopped: the path has let go of them (its promise), so the node may have them
+        back.
+        """
         try:
             self.tell(m.Return(regions=taken.regions.tobytes(), offsets=taken.offsets.tobytes()))
         except errors.UcxKvError:
@@ -249,7 +262,9 @@ class NodeLink:
     # ---- grants
 
     async def lend(self, pieces: Pieces, deadline_ns: int) -> tuple[Taken, U64] | None:
-        """Write as many of these values, all of one length, as extents can be had for: (extents, sums), None for none."""
+        """Write as many of these values, all of one length, as extents can be had for: (extents, sums), None for
+        none.
+        """
         self._check_sizes(pieces)
         self._last_put = self._loop.time()
         taken = await self._extents(int(pieces.nbytes[0]), len(pieces), deadline_ns)
@@ -327,9 +342,9 @@ def _runs(pieces: Pieces, uniform: bool) -> list[tuple[int, int]]:
     """Neighbouring values of one length, cut into chunks that are copied and committed while the next one is copied."""
     if uniform:
         cuts = chunk_bounds(pieces.nbytes, _PUT_CHUNK_BYTES)
-        return list(zip(cuts, cuts[1:], strict=False))
+        return list(itertools.pairwise(cuts))
     edges = [0, *(np.flatnonzero(np.diff(pieces.nbytes)) + 1).tolist(), len(pieces)]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(itertools.pairwise(edges))
 
 
 def _ignore(future: asyncio.Future[ControlMessage]) -> None:

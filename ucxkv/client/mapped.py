@@ -9,7 +9,9 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -34,7 +36,9 @@ T = TypeVar("T")
 
 
 class MappedPath:
-    """A node's memory in this process. Takes over the descriptors (the table, then the segments of regions 0, 1, ...)."""
+    """A node's memory in this process. Takes over the descriptors (the table, then the segments of regions 0, 1,
+    ...).
+    """
 
     kind = PathKind.MAPPED
 
@@ -57,7 +61,7 @@ class MappedPath:
         finally:
             for fd in fds:
                 os.close(fd)
-        self.read_one = self._reader.read_one
+        self.read_one: Callable[[bytes, int, int], Found] = self._reader.read_one
         """(key, address, length) -> Found; the hot path of a single get."""
 
     # ---- reading
@@ -71,14 +75,14 @@ class MappedPath:
             result = self._reader.read(keys, pieces.first, iov)
             return result.status, result.length
         status, lengths = np.empty(n, np.uint8), np.empty(n, np.uint64)
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        for begin, end in itertools.pairwise(cuts):
             first = np.ascontiguousarray(pieces.first[begin : end + 1])
             part = iov[first[0] : first[-1]]
             first = first - first[0]
             some = keys[16 * begin : 16 * end]
             if end - begin == 1 and int(pieces.nbytes[begin]) > THREAD_BYTES:
                 flag = CancelFlag()
-                result = await self._in_thread(lambda s=some, f=first, p=part, c=flag: self._reader.read(s, f, p, c), flag.set)  # type: ignore[misc]
+                result = await self._in_thread(partial(self._reader.read, some, first, part, flag), flag.set)
             else:
                 result = self._reader.read(some, first, part)
                 await asyncio.sleep(0)
@@ -144,7 +148,7 @@ class MappedPath:
         iov = pieces_iov(pieces).view(tier_copy.IOV_DTYPE).reshape(-1)
         flag = tier_copy.CancelFlag()
         if int(pieces.nbytes.sum()) > THREAD_BYTES:
-            await self._in_thread(lambda: tier_copy.gather(pieces.first, iov, targets, sums, flag), flag.set)
+            await self._in_thread(partial(tier_copy.gather, pieces.first, iov, targets, sums, flag), flag.set)
         else:
             tier_copy.gather(pieces.first, iov, targets, sums)
         return sums

@@ -1,6 +1,7 @@
 """Opening a link: handshake, choice of the path, mapping of the node's memory. Every failure leaves nothing behind.
 
-The path is chosen by what works, in this order: the node's memory mapped (same host, same network namespace, permitted), then
+The path is chosen by what works, in this order: the node's memory mapped (same host, same network namespace,
+permitted), then
 UCX active messages to the node's data thread. `path="mapped"` or `"message"` demands one of them.
 """
 

@@ -68,7 +68,9 @@ class Path(Protocol):
         """Length of the leading visible run."""
 
     async def write(self, pieces: Pieces, regions: U16, offsets: U64, deadline_ns: int | None) -> U64:
-        """Move n values into granted extents; their sums, u64[n]. When it raises, the extents must not be used again."""
+        """Move n values into granted extents; their sums, u64[n]. When it raises, the extents must not be used
+        again.
+        """
 
     def close(self) -> None:
         """Give back mappings and endpoints. Idempotent."""

@@ -1,4 +1,6 @@
-"""Reads over all nodes: one pass per node over the keys still missing, best guess first. Statuses, never exceptions, per key."""
+"""Reads over all nodes: one pass per node over the keys still missing, best guess first. Statuses, never
+exceptions, per key.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ __all__ = ["plan", "read_blocks"]
 _ELSEWHERE = (ReadStatus.MISS, ReadStatus.UNAVAILABLE)
 
 
-def plan(router: Router, keys: npt.NDArray[np.uint8], root: bytes | None) -> list[tuple[NodeLink, npt.NDArray[np.intp]]]:
+def plan(
+    router: Router, keys: npt.NDArray[np.uint8], root: bytes | None
+) -> list[tuple[NodeLink, npt.NDArray[np.intp]]]:
     """In which order to ask which nodes for which keys (indices); every node is asked for every key at most once.
 
     root: the chain's first key, when the caller knows it. Without it, a chain whose first key was seen before is

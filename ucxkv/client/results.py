@@ -18,7 +18,18 @@ if TYPE_CHECKING:
 U8 = npt.NDArray[np.uint8]
 U64 = npt.NDArray[np.uint64]
 
-__all__ = ["DeleteStatus", "GetResult", "KeyInfo", "Match", "NodeStatus", "Part", "PeerInfo", "PutResult", "PutStatus", "ReadStatus"]
+__all__ = [
+    "DeleteStatus",
+    "GetResult",
+    "KeyInfo",
+    "Match",
+    "NodeStatus",
+    "Part",
+    "PeerInfo",
+    "PutResult",
+    "PutStatus",
+    "ReadStatus",
+]
 
 _STORED_OR_ALREADY = (PutStatus.STORED, PutStatus.ALREADY, PutStatus.SEALED)
 
@@ -36,7 +47,9 @@ class Part:
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= 255 or not 0 <= self.index < self.count:
-            raise UsageError(f"Part(index={self.index}, count={self.count}): index must be in 0..count-1 and count in 1..255")
+            raise UsageError(
+                f"Part(index={self.index}, count={self.count}): index must be in 0..count-1 and count in 1..255"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +69,9 @@ class PutResult:
         return bool(np.isin(self.status, _STORED_OR_ALREADY).all())
 
     def raise_for_status(self) -> PutResult:
-        """Return self when `ok`; else raise UsageError (ORDER), Overloaded (BUSY, NO_SPACE) or Unavailable for the first failure."""
+        """Return self when `ok`; else raise UsageError (ORDER), Overloaded (BUSY, NO_SPACE) or Unavailable for the
+        first failure.
+        """
         for i, value in enumerate(self.status.tolist()):
             status = PutStatus(value)
             if status in _STORED_OR_ALREADY:

@@ -1,7 +1,8 @@
 """Which node to ask: the links to all nodes, the homes of chains, reconnection.
 
 A chain lives at the home of its root (rendezvous hashing over the members' names), and a child lives where its parent
-lives. For a key whose root is not known the nodes are asked in order, best guess first; what was found is remembered in a
+lives. For a key whose root is not known the nodes are asked in order, best guess first; what was found is
+remembered in a
 bounded cache that is never trusted, only tried first.
 """
 
@@ -202,7 +203,9 @@ class Router:
             if link is not None:
                 out.append(PeerInfo(name, member.address, link.path.kind, link.path.why, True))
             else:
-                out.append(PeerInfo(name, member.address, PathKind.NONE, self._last_error.get(name, "not reached yet"), False))
+                out.append(
+                    PeerInfo(name, member.address, PathKind.NONE, self._last_error.get(name, "not reached yet"), False)
+                )
         return out
 
     # ---- regions of other nodes

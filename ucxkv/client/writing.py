@@ -35,7 +35,9 @@ def chained(keys: KeyRows) -> KeyRows:
 
 
 async def _homes(router: Router, keys: KeyRows, parents: KeyRows, deadline_ns: int) -> list[NodeLink | None]:
-    """The node each block belongs to: the home of its chain; None where that is not reachable or the parent not found."""
+    """The node each block belongs to: the home of its chain; None where that is not reachable or the parent not
+    found.
+    """
     if router.sole is not None:
         return [router.sole] * len(keys)
     here: dict[bytes, NodeLink | None] = {}
@@ -93,7 +95,9 @@ async def put_blocks(router: Router, keys: KeyRows, parents: KeyRows, pieces: Pi
 async def put_parts(
     router: Router, keys: KeyRows, parents: KeyRows, pieces: Pieces, part: Part, deadline_ns: int
 ) -> U8:
-    """Store one part of each of n blocks on the nodes that placement gives; visible when all parts of a block are in."""
+    """Store one part of each of n blocks on the nodes that placement gives; visible when all parts of a block are
+    in.
+    """
     status = np.full(len(keys), PutStatus.UNAVAILABLE, np.uint8)
     homes = await _homes(router, keys, parents, deadline_ns)
     if router.members is None:
@@ -110,7 +114,9 @@ async def put_parts(
     for (home, holder), mine in groups.items():
         index = np.array(mine, np.intp)
         try:
-            status[index] = await _put_group(home, holder, keys[index], parents[index], pieces.take(index), part, deadline_ns)
+            status[index] = await _put_group(
+                home, holder, keys[index], parents[index], pieces.take(index), part, deadline_ns
+            )
         except errors.Unavailable:
             continue  # stays UNAVAILABLE
     return status

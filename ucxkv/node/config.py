@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass, field
+from typing import Literal
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -20,10 +21,14 @@ class NodeConfig:
     name: str = field(default_factory=_default_name)
     """Unique in the cluster; placement hashes it, so a node that returns under its name keeps its share of the keys."""
     listen: str = "127.0.0.1:13337"
-    """host:port (or [ipv6]:port) of the control listener; port 0 takes a free one. Loopback by default: UCX does not encrypt."""
+    """host:port (or [ipv6]:port) of the control listener; port 0 takes a free one. Loopback by default: UCX does
+    not encrypt.
+    """
     host_bytes: int = 1 * GIB
-    """Bytes of host memory for blocks; taken and populated at start, so that no get or put ever waits for the kernel."""
-    huge_pages: str = "auto"
+    """Bytes of host memory for blocks; taken and populated at start, so that no get or put ever waits for the
+    kernel.
+    """
+    huge_pages: Literal["auto", "never", "require"] = "auto"
     """auto | never | require. Huge pages spare the TLB on large copies; auto falls back to 4 KiB pages and says so."""
     slots_count: int = 0
     """Blocks the directory can hold; 0 = one for every 16 KiB of host_bytes, at least 65,536 (64 + 32 bytes each)."""

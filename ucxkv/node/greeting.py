@@ -21,7 +21,8 @@ __all__ = ["Greeter"]
 class Greeter:
     """Takes a session from GREETING to OPEN.
 
-    welcome: makes the Welcome for a session that may open; called once a session. token: the shared secret, "" for none.
+    welcome: makes the Welcome for a session that may open; called once a session. token: the shared secret, "" for
+    none.
     """
 
     def __init__(self, token: str, welcome: Callable[[Session], m.Welcome]) -> None:

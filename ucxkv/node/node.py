@@ -1,8 +1,10 @@
-"""A node: sockets, sessions, timers and neighbours around the store. Python decides here; C and hardware move the bytes.
+"""A node: sockets, sessions, timers and neighbours around the store. Python decides here; C and hardware move the
+bytes.
 
 Promises
   - A malformed message ends its own connection and nothing else.
-  - Nothing waits for a client: a slow reader of answers is not read from; its memory comes back when its process is gone.
+  - Nothing waits for a client: a slow reader of answers is not read from; its memory comes back when its process
+  is gone.
   - `aclose()` says goodbye: clients see the end at once, neighbours forget this node, nothing stays behind on the host.
 """
 
@@ -34,6 +36,7 @@ from ucxkv.transport.control_server import ControlServer
 from ucxkv.version import VERSION
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
     from types import TracebackType
 
     from ucxkv.transport.control import ControlConnection
@@ -99,7 +102,11 @@ class Node:
         )
         bound = self._server.addresses[0]
         if isinstance(bound, TcpAddress) and not bound.is_loopback and not config.token:
-            log.warning("node.open", address=str(bound), why="no token is set: anyone who reaches this address may read and write")
+            log.warning(
+                "node.open",
+                address=str(bound),
+                why="no token is set: anyone who reaches this address may read and write",
+            )
         self.address = config.advertise or str(bound)
         self._is_open = True
         own = m.MemberInfo(self.node_id, config.name, self.address, self.epoch, weight=config.host_bytes / (1 << 30))
@@ -107,7 +114,14 @@ class Node:
         self._tick = self._loop.call_later(_TICK_S, self._on_tick)
         if config.join:
             await self.peers.join(config.join)
-        log.info("node.start", name=config.name, address=self.address, epoch=self.epoch, **self.store.facts(), **self.service.facts())
+        log.info(
+            "node.start",
+            name=config.name,
+            address=self.address,
+            epoch=self.epoch,
+            **self.store.facts(),
+            **self.service.facts(),
+        )
 
     async def serve_forever(self) -> None:
         """Wait until `stop()`."""
@@ -153,12 +167,16 @@ class Node:
 
     def _on_tick(self) -> None:
         self._tick = self._loop.call_later(_TICK_S, self._on_tick)
-        self._tell_surrendered(self.store.tick(time.monotonic_ns()))
+        self._let_time_pass()
 
     def after_grace(self) -> None:
         """Look again when the grace of what was just hidden is over."""
         if self._is_open:
-            self._loop.call_later(self.config.grace_ms / 1e3, lambda: self._is_open and self._tell_surrendered(self.store.tick(time.monotonic_ns())))
+            self._loop.call_later(self.config.grace_ms / 1e3, self._let_time_pass)
+
+    def _let_time_pass(self) -> None:
+        if self._is_open:
+            self._tell_surrendered(self.store.tick(time.monotonic_ns()))
 
     # ---- connections
 
@@ -310,15 +328,17 @@ class Node:
             case _:
                 raise errors.UsageError(f"a {type(request).__name__} was not expected here")
 
-    def _later(self, message: ControlMessage, session: Session, answer: asyncio.Future[Message] | object) -> None:
+    def _later(self, message: ControlMessage, session: Session, answer: Coroutine[object, object, Message]) -> None:
         """Answer when the coroutine is done."""
-        task = asyncio.create_task(self._answer_later(message, session, answer))  # type: ignore[arg-type]
+        task = asyncio.create_task(self._answer_later(message, session, answer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer_later(self, message: ControlMessage, session: Session, coroutine: object) -> None:
+    async def _answer_later(
+        self, message: ControlMessage, session: Session, coroutine: Coroutine[object, object, Message]
+    ) -> None:
         try:
-            answer = await coroutine  # type: ignore[misc]
+            answer = await coroutine
         except errors.UcxKvError as exc:
             answer = failure_of(exc)
         if session.connection.is_open and message.request_id:
@@ -359,7 +379,9 @@ class Node:
         answer = await self.peers.ask(request.owner, adopt, deadline_ns)
         assert isinstance(answer, m.Statuses)
         if any(answer.status):
-            raise errors.StaleError(f"node {owner.name} no longer holds these extents for the writer; put the part again")
+            raise errors.StaleError(
+                f"node {owner.name} no longer holds these extents for the writer; put the part again"
+            )
         done = self.store.put_part(session.id, request, owner, time.monotonic_ns())
         self._tell_surrendered(self.store.take_surrendered())
         return done

@@ -16,8 +16,8 @@ import structlog
 
 from ucxkv import errors
 from ucxkv.dial import Caller, Dialed, ask, dial
-from ucxkv.protocol import messages as m
 from ucxkv.protocol import encode
+from ucxkv.protocol import messages as m
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -203,5 +203,3 @@ def _same_name(member: m.MemberInfo) -> errors.SetupError:
         needed="one name a node",
         fix="start it with another --name",
     )
-
-

@@ -1,7 +1,8 @@
 """The shard's region table: what the u16 region number in a slot stands for.
 
 Region 0 is this node's own segment. Other nodes' segments get the next free number when a part lies there for the first
-time. A number is never given to another segment while this node lives, so a slot read late can not name the wrong memory.
+time. A number is never given to another segment while this node lives, so a slot read late can not name the wrong
+memory.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ class RegionTable:
         return list(self._infos)
 
     def number(self, member: m.MemberInfo, segment: int) -> int:
-        """The region of another node's segment; a new number the first time. Raises Overloaded when there are no more."""
+        """The region of another node's segment; a new number the first time. Raises Overloaded when there are no
+        more.
+        """
         known = self._numbers.get((member.node_id, segment))
         if known is not None:
             return known
         if len(self._infos) >= REGIONS_MAX:
-            raise errors.Overloaded(f"this shard has named {REGIONS_MAX} segments of other nodes; restart the node to forget the dead")
+            raise errors.Overloaded(
+                f"this shard has named {REGIONS_MAX} segments of other nodes; restart the node to forget the dead"
+            )
         number = len(self._infos)
         self._infos.append(
             m.SegmentInfo(region=number, node_id=member.node_id, epoch=member.epoch, segment=segment, size_bytes=0)

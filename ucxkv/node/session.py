@@ -6,7 +6,8 @@
     any --end of stream--> CLOSED
 
 Only an OPEN session is answered anything but the handshake. A session that ends without Bye and whose process had the
-segments mapped may still write into its extents: they stay quarantined until that process has ended (pidfd), since a slot
+segments mapped may still write into its extents: they stay quarantined until that process has ended (pidfd), since
+a slot
 that a peer may still write is never given to another.
 """
 

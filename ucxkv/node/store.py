@@ -7,7 +7,8 @@ Every extent of the node's segment is at any moment in exactly one hand:
                           |-> quarantined (its writer vanished and may still write) -> free
                           `-> adopted (another node's shard has a block in it) -> free
 
-A Put uses its extents up: they are stored or free afterwards, never granted again without a new grant. `check()` asserts it.
+A Put uses its extents up: they are stored or free afterwards, never granted again without a new grant. `check()`
+asserts it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class HostStore:
         self.segment = HostSegment.create(config.host_bytes, config.name, huge_pages=config.huge_pages)
         try:
             capacity = config.slots()
-            self.table_segment = HostSegment.create(_page(table_bytes(capacity)), f"{config.name}-slots", huge_pages="auto")
+            self.table_segment = HostSegment.create(
+                _page(table_bytes(capacity)), f"{config.name}-slots", huge_pages="auto"
+            )
         except BaseException:
             self.segment.close()
             raise
@@ -66,7 +69,15 @@ class HostStore:
         self._surrendered: dict[int, list[Extent]] = {}
         self._readonly_table_fd = self.table_segment.readonly_fd()
         self.value_bytes_max = min(self.segment.size_bytes, (1 << 32) - 1)
-        self.counts = {"puts": 0, "stored": 0, "put_bytes": 0, "evicted": 0, "evicted_bytes": 0, "damaged": 0, "grants": 0}
+        self.counts = {
+            "puts": 0,
+            "stored": 0,
+            "put_bytes": 0,
+            "evicted": 0,
+            "evicted_bytes": 0,
+            "damaged": 0,
+            "grants": 0,
+        }
 
     # ---- grants
 
@@ -87,7 +98,8 @@ class HostStore:
     def _class_bytes(self, length: int) -> int:
         if length > self.value_bytes_max:
             raise errors.ValueTooLarge(
-                f"a value of {length} bytes; node {self._name} takes at most {self.value_bytes_max}: split it, or give the node more --host-bytes",
+                f"a value of {length} bytes; node {self._name} takes at most {self.value_bytes_max}: split "
+                "it, or give the node more --host-bytes",
                 size_bytes=length,
                 limit_bytes=self.value_bytes_max,
             )
@@ -110,7 +122,9 @@ class HostStore:
         return int(self._config.free_high * self.slabs.capacity_bytes)
 
     def _evict(self, nbytes: int, now_ns: int) -> int:
-        """Hide leaves until `nbytes` are free or on their way; their memory comes back after the grace. Returns bytes hidden."""
+        """Hide leaves until `nbytes` are free or on their way; their memory comes back after the grace. Returns
+        bytes hidden.
+        """
         on_their_way = self.directory.leaving.bytes_count
         needed = min(nbytes - self.slabs.free_bytes - on_their_way, _EVICT_ROUND_BYTES)
         if needed <= 0:
@@ -130,7 +144,9 @@ class HostStore:
         self.slabs.free(mine)
 
     def close_session(self, session: int, *, may_still_write: bool, now_ns: int) -> int:
-        """A session ended. Its grants are free, or quarantined while its process may still write; returns the latter's bytes."""
+        """A session ended. Its grants are free, or quarantined while its process may still write; returns the
+        latter's bytes.
+        """
         closed = self.grants.close(session, may_still_write=may_still_write)
         self.slabs.free([extent.offset for extent in closed.freed])
         self._handle(events.OwnerLost(session), now_ns)
@@ -147,7 +163,8 @@ class HostStore:
         offsets = np.frombuffer(request.offsets, np.uint64).tolist()
         self._take(session, request.regions, offsets, request.lengths)
         reply = self._handle(
-            events.Put(request.keys, request.parents, request.regions, request.offsets, request.lengths, request.sums), now_ns
+            events.Put(request.keys, request.parents, request.regions, request.offsets, request.lengths, request.sums),
+            now_ns,
         )
         status = reply.status.tobytes()
         self._count_put(status, request.lengths)
@@ -176,7 +193,9 @@ class HostStore:
         return capacity, offsets
 
     def _take(self, session: int, regions: bytes, offsets: list[int], lengths: bytes) -> None:
-        """Take extents out of a session's grants, all or none. Raises StaleError for one it does not hold, or a value too long."""
+        """Take extents out of a session's grants, all or none. Raises StaleError for one it does not hold, or a
+        value too long.
+        """
         if any(regions):
             raise errors.StaleError("a put named a region that is not this node's")
         sizes = np.frombuffer(lengths, np.uint32).tolist()
@@ -197,7 +216,9 @@ class HostStore:
         counts["put_bytes"] += int(np.frombuffer(lengths, np.uint32)[stored].sum())
 
     def put_part(self, session: int, request: m.PutPart, owner: m.MemberInfo | None, now_ns: int) -> m.PutDone:
-        """Seal parts. owner: the node that lent and has handed over the extents; None: this one, they are still granted."""
+        """Seal parts. owner: the node that lent and has handed over the extents; None: this one, they are still
+        granted.
+        """
         offsets = np.frombuffer(request.offsets, np.uint64).tolist()
         if owner is None:
             self._take(session, request.segments, offsets, request.lengths)
@@ -293,7 +314,9 @@ class HostStore:
             mine[offset] = length
             status.append(0)
         if any(status):  # the home refuses the whole put then
-            taken = [o for o, st in zip(np.frombuffer(request.offsets, np.uint64).tolist(), status, strict=True) if not st]
+            taken = [
+                o for o, st in zip(np.frombuffer(request.offsets, np.uint64).tolist(), status, strict=True) if not st
+            ]
             for offset in taken:
                 del mine[offset]
             self.slabs.free(taken)
@@ -302,7 +325,9 @@ class HostStore:
     def surrendered(self, home: str, request: m.Surrender) -> None:
         """Another node's shard needs these extents no longer."""
         mine = self._adopted.get(home, {})
-        self.slabs.free([o for o in np.frombuffer(request.offsets, np.uint64).tolist() if mine.pop(o, None) is not None])
+        self.slabs.free(
+            [o for o in np.frombuffer(request.offsets, np.uint64).tolist() if mine.pop(o, None) is not None]
+        )
 
     def adopted_bytes(self, home: str) -> int:
         """Bytes of this node's memory that hold parts of another node's blocks."""
@@ -311,7 +336,11 @@ class HostStore:
     def reclaim(self, node_id: int, nbytes: int, now_ns: int) -> int:
         """Evict blocks with parts in another node's memory; returns bytes on their way to be free there."""
         regions = self._regions.of_node(node_id)
-        return self._handle(events.Evict(min(nbytes, _EVICT_ROUND_BYTES), regions=set(regions)), now_ns).bytes if regions else 0
+        return (
+            self._handle(events.Evict(min(nbytes, _EVICT_ROUND_BYTES), regions=set(regions)), now_ns).bytes
+            if regions
+            else 0
+        )
 
     def node_lost(self, member: m.MemberInfo, now_ns: int) -> None:
         """A neighbour is gone: blocks with parts there are lost, and what its shard had here is free."""
@@ -325,7 +354,8 @@ class HostStore:
         out, self._surrendered = self._surrendered, {}
         return {
             node_id: m.Surrender(
-                segments=np.array([e.segment for e in extents], np.uint16).tobytes(), offsets=_u64([e.offset for e in extents])
+                segments=np.array([e.segment for e in extents], np.uint16).tobytes(),
+                offsets=_u64([e.offset for e in extents]),
             )
             for node_id, extents in out.items()
         }
@@ -333,7 +363,9 @@ class HostStore:
     # ---- time, effects, reports
 
     def tick(self, now_ns: int) -> dict[int, m.Surrender]:
-        """Let time pass: leases end, late writers are dropped, memory comes back. Returns what other nodes are to be told."""
+        """Let time pass: leases end, late writers are dropped, memory comes back. Returns what other nodes are to
+        be told.
+        """
         due = self.directory.next_ns()
         if due is not None and due <= now_ns:
             self._handle(events.Tick(), now_ns)
@@ -400,7 +432,9 @@ class HostStore:
         self.grants.check()
         self.directory.check()
         adopted = sum(sum(mine.values()) for mine in self._adopted.values())
-        held = sum(self.slabs.bytes_at(offset) for region, offset, _ in held_extents(self.directory) if region == OWN_SEGMENT)
+        held = sum(
+            self.slabs.bytes_at(offset) for region, offset, _ in held_extents(self.directory) if region == OWN_SEGMENT
+        )
         assert self.slabs.used_bytes == held + self.grants.lent_bytes + self.grants.quarantined_bytes + adopted
 
     def close(self) -> None:

@@ -22,9 +22,21 @@ _TYPES: dict[int, type[Message]] = {
 _DECODERS = {code: msgspec.msgpack.Decoder(kind) for code, kind in _TYPES.items()}
 
 # bytes an element of each array field: a payload whose arrays do not fit together is refused before anyone indexes it
-_ITEM_BYTES = {"keys": 16, "parents": 16, "offsets": 8, "sums": 8, "lengths": 4, "regions": 2, "segments": 2, "tiers": 1, "parts": 1}
+_ITEM_BYTES = {
+    "keys": 16,
+    "parents": 16,
+    "offsets": 8,
+    "sums": 8,
+    "lengths": 4,
+    "regions": 2,
+    "segments": 2,
+    "tiers": 1,
+    "parts": 1,
+}
 _PARALLEL: dict[type[Message], tuple[tuple[str, int], ...]] = {
-    kind: tuple((f, _ITEM_BYTES[f]) for f in kind.__struct_fields__ if f in _ITEM_BYTES and kind.__annotations__[f] == "bytes")
+    kind: tuple(
+        (f, _ITEM_BYTES[f]) for f in kind.__struct_fields__ if f in _ITEM_BYTES and kind.__annotations__[f] == "bytes"
+    )
     for kind in _TYPES.values()
 }
 
@@ -38,7 +50,7 @@ def encode(message: Message) -> bytes:
     return _ENCODER.encode(message)
 
 
-def decode(code: int, payload: bytes | memoryview) -> Message:
+def decode(code: int, payload: bytes | bytearray | memoryview) -> Message:
     """The message of type `code` in `payload`.
 
     Raises MessageError for an unknown code, bytes that are not that message, or arrays of unequal length.

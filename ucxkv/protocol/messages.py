@@ -8,7 +8,8 @@ Arrays travel as raw little-endian bytes so that nothing is boxed a key: `keys` 
 | direction | request -> answer |
 |---|---|
 | any -> node | Hello -> Welcome, or Challenge; Proof -> Welcome |
-| client -> node | Grant -> Granted; Put, PutPart -> PutDone; LeaseKeys -> Leased; Renew, Release -> Done; Delete -> Statuses |
+| client -> node | Grant -> Granted; Put, PutPart -> PutDone; LeaseKeys -> Leased; Renew, Release -> Done; Delete
+-> Statuses |
 | client -> node | ListKeys -> KeyPage; GetStatus -> NodeReport; GetRegions -> Regions; GetMembers, Join -> Members |
 | client -> node, one way | Touch, Return, Damaged, Bye |
 | node -> node | Adopt -> Statuses; Reclaim -> Done; one way: Surrender |
@@ -93,7 +94,9 @@ class SegmentInfo(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The connection is open. Descriptors (slot table first, then own segments in region order) come with it when asked."""
+    """The connection is open. Descriptors (slot table first, then own segments in region order) come with it when
+    asked.
+    """
 
     CODE: ClassVar[int] = 7
     wire_version: int
@@ -314,7 +317,9 @@ class Join(Message, frozen=True):
 
 
 class Adopt(Message, frozen=True):
-    """Node to node: your extents, granted to `session`, now belong to my shard's blocks. Answer: Statuses, 0 = adopted."""
+    """Node to node: your extents, granted to `session`, now belong to my shard's blocks. Answer: Statuses, 0 =
+    adopted.
+    """
 
     CODE: ClassVar[int] = 33
     session: UInt
@@ -352,7 +357,9 @@ class Return(Message, frozen=True):
 
 
 class Damaged(Message, frozen=True):
-    """One way: these blocks' bytes did not match their sums; the node checks, and drops what is bad with all below it."""
+    """One way: these blocks' bytes did not match their sums; the node checks, and drops what is bad with all below
+    it.
+    """
 
     CODE: ClassVar[int] = 38
     keys: bytes

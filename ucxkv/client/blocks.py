@@ -1,0 +1,312 @@
+"""Putting and getting blocks: the part of the client that moves bytes, and the checks at its edge.
+
+Promises
+  - Every call ends in an answer or a typed error within its deadline. A dead node is a miss (get) or UNAVAILABLE (put).
+  - A batch succeeds in part: each key has its own status. Only bytes whose sum agreed are a HIT.
+  - Buffers are borrowed until the call returns or raises, cancellation included; nothing touches them later.
+  - One client belongs to one event loop and one process; other uses are refused, not survived by luck.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import TYPE_CHECKING, Literal, overload
+
+import numpy as np
+
+from ucxkv import errors
+from ucxkv.buffers import Pieces, RegisteredBuffer, as_destinations, as_source, as_sources
+from ucxkv.client.mapped import MappedPath
+from ucxkv.client.path import THREAD_BYTES
+from ucxkv.client.reading import plan, read_blocks
+from ucxkv.client.results import (
+    GetResult,
+    Part,
+    PutResult,
+    PutStatus,
+    ReadStatus,
+)
+from ucxkv.client.ticket import Ticket
+from ucxkv.client.writing import chained, put_blocks, put_parts
+from ucxkv.directory import part_key
+from ucxkv.ids import ROOT_KEY
+from ucxkv.keys import Keys, as_key, as_key_array
+from ucxkv.memory import locate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+    from ucxkv.client.router import Router
+
+__all__ = ["BlockCalls"]
+
+_KEYS_MAX = 1 << 20
+_LIST_PAGE = 1000
+_ASSUMED_LOAD_BYTES_S = 8e9
+_LIST_ROUNDS_MAX = 1 << 20
+
+
+class BlockCalls:
+    """The putting and getting half of `ucxkv.Client`; see there."""
+
+    def __init__(self, router: Router, timeout_s: float) -> None:
+        self._router = router
+        self._timeout_ns = int(timeout_s * 1e9)
+        self._loop = asyncio.get_running_loop()
+        self._pid = os.getpid()
+        self._is_open = True
+        self._on_close: list[Callable[[], None]] = []
+        self._busy = 0
+        self._idle = asyncio.Event()
+        self.counts = {
+            "gets": 0, "hits": 0, "misses": 0, "stale": 0, "corrupt": 0, "errors": 0,
+            "puts": 0, "stored": 0, "bytes_in": 0, "bytes_out": 0,
+        }  # fmt: skip
+
+    # ---- the edge: who may call, until when
+
+    def _check(self) -> None:
+        if not self._is_open:
+            raise errors.ClientClosed("this client is closed; connect again")
+        if os.getpid() != self._pid:
+            raise errors.ForkError(
+                f"this client belongs to process {self._pid}, and this is {os.getpid()}; connect again after a fork"
+            )
+        if asyncio.get_running_loop() is not self._loop:
+            raise errors.UsageError(
+                "this client belongs to another event loop; connect one on each loop, or use ucxkv.sync"
+            )
+
+    def _deadline(self, deadline_s: float | None) -> int:
+        if deadline_s is None:
+            return time.monotonic_ns() + self._timeout_ns
+        if deadline_s <= 0:
+            raise errors.UsageError(f"deadline_s={deadline_s}; pass seconds from now, above 0")
+        return time.monotonic_ns() + int(deadline_s * 1e9)
+
+    def _keys(self, keys: Keys) -> npt.NDArray[np.uint8]:
+        self._check()
+        rows = as_key_array(keys)
+        if len(rows) > _KEYS_MAX:
+            raise errors.UsageError(f"{len(rows)} keys in one call; split it, the most is {_KEYS_MAX}")
+        return rows
+
+    # ---- put
+
+    async def put(
+        self, key: bytes, block: object, parent: bytes | None = None, *, deadline_s: float | None = None
+    ) -> PutStatus:
+        """Store one block; visible to everybody when this returns STORED or ALREADY.
+
+        block: a buffer, or a list of buffers that together are the value; borrowed until this returns. parent: the key
+        before it in its chain, None for a root. The first writer of a key wins.
+        Raises UsageError, ValueTooLarge. A full or dead node is a status.
+        """
+        self._check()
+        deadline_ns = self._deadline(deadline_s)
+        row = np.frombuffer(as_key(key), np.uint8).reshape(1, 16)
+        parents = np.frombuffer(ROOT_KEY if parent is None else as_key(parent), np.uint8).reshape(1, 16)
+        status = await self._put(row, parents, as_source(block), None, deadline_ns)
+        return PutStatus(status[0])
+
+    async def put_many(
+        self,
+        keys: Keys,
+        blocks: object,
+        parents: Keys | Literal["chain"] | None = None,
+        *,
+        part: Part | None = None,
+        gather: bool = False,
+        deadline_s: float | None = None,
+    ) -> PutResult:
+        """Store n blocks in order; each has its own status.
+
+        blocks: n values (buffers, or lists of buffers), one array or tensor whose first axis counts the blocks, or
+        rows of
+        a registered buffer. parents: "chain" (each key's parent is the one before it in the call, the first is a
+        root), one
+        key a block (all zeros = root), or None (all are roots). part: store only this part of each block.
+        gather: copy non-contiguous sources instead of refusing them.
+        """
+        rows = self._keys(keys)
+        deadline_ns = self._deadline(deadline_s)
+        pieces = as_sources(blocks, len(rows), gather=gather)
+        if parents is None:
+            above = np.zeros_like(rows)
+        elif isinstance(parents, str):
+            if parents != "chain":
+                raise errors.UsageError(f'parents={parents!r}; pass "chain", None or one key a block')
+            above = chained(rows)
+        else:
+            above = as_key_array(parents, allow_root=True)
+            if len(above) != len(rows):
+                raise errors.UsageError(f"{len(above)} parents for {len(rows)} keys; pass one parent a key")
+        if not len(rows):
+            return PutResult(np.empty(0, np.uint8))
+        return PutResult(await self._put(rows, above, pieces, part, deadline_ns))
+
+    async def _put(
+        self,
+        rows: npt.NDArray[np.uint8],
+        parents: npt.NDArray[np.uint8],
+        pieces: Pieces,
+        part: Part | None,
+        deadline_ns: int,
+    ) -> npt.NDArray[np.uint8]:
+        self._busy += 1
+        try:
+            if part is None or part.count == 1:
+                status = await put_blocks(self._router, rows, parents, pieces, deadline_ns)
+            else:
+                status = await put_parts(self._router, rows, parents, pieces, part, deadline_ns)
+        finally:
+            self._leave()
+        stored = (status == PutStatus.STORED) | (status == PutStatus.SEALED)
+        counts = self.counts
+        counts["puts"] += len(rows)
+        counts["stored"] += int(np.count_nonzero(stored))
+        counts["bytes_in"] += int(pieces.nbytes[stored].sum())
+        return status
+
+    def _leave(self) -> None:
+        self._busy -= 1
+        if not self._busy and not self._is_open:
+            self._idle.set()
+
+    # ---- get
+
+    @overload
+    async def get(self, key: bytes, *, deadline_s: float | None = None) -> bytes | None: ...
+    @overload
+    async def get(self, key: bytes, into: object, *, deadline_s: float | None = None) -> int | None: ...
+
+    async def get(self, key: bytes, into: object = None, *, deadline_s: float | None = None) -> bytes | int | None:
+        """Read one block: its bytes, or with `into` the number of bytes written there. None is a miss (b"" and 0
+        are not).
+
+        into: writable, contiguous, exactly as long as the stored value; borrowed until this returns.
+        Raises UsageError when the stored value has another length. Bytes that do not match their sum are a miss.
+        """
+        self._check()
+        key = as_key(key)
+        if into is None:
+            result = await self.get_many([key], deadline_s=deadline_s)
+            return result.values[0] if result.values else None
+        sole = self._router.sole
+        if (
+            sole is not None
+            and type(sole.path) is MappedPath
+            and not isinstance(into, (list, tuple, Pieces, RegisteredBuffer))
+        ):
+            try:
+                address, nbytes, _owner = locate(into, True, False)
+            except errors.UsageError as exc:
+                raise errors.UsageError(f"the destination {exc.message}") from exc
+            if nbytes <= THREAD_BYTES and sole.is_alive:
+                found = sole.path.read_one(key, address, nbytes)
+                if found.status is ReadStatus.HIT:
+                    sole.touch(key)
+                    counts = self.counts
+                    counts["gets"] += 1
+                    counts["hits"] += 1
+                    counts["bytes_out"] += nbytes
+                    return nbytes
+        result = await self.get_many(
+            [key], into if isinstance(into, (Pieces, RegisteredBuffer)) else [into], deadline_s=deadline_s
+        )
+        status = ReadStatus(result.status[0])
+        if status is ReadStatus.SIZE:
+            raise errors.UsageError(
+                f"the stored value has {int(result.lengths[0])} bytes, and the destination another size; pass "
+                "exactly that many",
+                key=key,
+            )
+        return int(result.lengths[0]) if status is ReadStatus.HIT else None
+
+    async def get_many(
+        self,
+        keys: Keys,
+        into: object = None,
+        *,
+        root: bytes | None = None,
+        part: Part | None = None,
+        deadline_s: float | None = None,
+    ) -> GetResult:
+        """Read n blocks; each has its own status.
+
+        into: n destinations as `put_many` takes sources, each exactly as long as the stored value; borrowed until this
+        returns; None: the values come back as bytes (a copy more). root: the first key of the chain these belong
+        to, spares
+        a search where there are several nodes. part: read this part of each block.
+        """
+        rows = self._keys(keys)
+        deadline_ns = self._deadline(deadline_s)
+        n = len(rows)
+        if part is not None and part.index:
+            raw = rows.tobytes()
+            whole = b"".join(part_key(raw[i : i + 16], part.index, part.count) for i in range(0, len(raw), 16))
+            root = raw[:16] if root is None and n else root
+            rows = np.frombuffer(whole, np.uint8).reshape(-1, 16)
+        if not n:
+            return GetResult(np.empty(0, np.uint8), np.empty(0, np.uint64), [] if into is None else None)
+        self._busy += 1
+        try:
+            if into is None:
+                result = await self._get_values(rows, root, deadline_ns)
+            else:
+                pieces = as_destinations(into, n)
+                status, lengths, sources = await read_blocks(self._router, rows, pieces, root, deadline_ns)
+                result = GetResult(status, lengths, None, sources)
+        finally:
+            self._leave()
+        self._count_reads(result)
+        return result
+
+    def _count_reads(self, result: GetResult) -> None:
+        tally = np.bincount(result.status, minlength=len(ReadStatus)).tolist()
+        counts = self.counts
+        counts["gets"] += len(result.status)
+        counts["hits"] += tally[ReadStatus.HIT]
+        counts["misses"] += tally[ReadStatus.MISS]
+        counts["stale"] += tally[ReadStatus.STALE]
+        counts["corrupt"] += tally[ReadStatus.CORRUPT]
+        counts["errors"] += tally[ReadStatus.SIZE] + sum(tally[ReadStatus.UNMAPPED :]) - tally[ReadStatus.STALE]
+        counts["bytes_out"] += result.nbytes
+
+    async def _get_values(self, rows: npt.NDArray[np.uint8], root: bytes | None, deadline_ns: int) -> GetResult:
+        """Read into memory of our own: look the lengths up, allocate, read; again for values that changed meanwhile."""
+        n = len(rows)
+        lengths = np.zeros(n, np.uint64)
+        for link, indices in plan(self._router, rows, root):
+            try:
+                records, found = await link.path.lookup(rows[indices].tobytes(), deadline_ns)
+            except errors.Unavailable:
+                continue
+            there = found.astype(np.bool_)
+            lengths[indices[there]] = records["length"][there]
+        buffers = [bytearray(length) for length in lengths.tolist()]
+        status, sizes, sources = await read_blocks(self._router, rows, as_destinations(buffers, n), root, deadline_ns)
+        changed = np.flatnonzero(status == ReadStatus.SIZE)
+        if len(changed):  # put between the look-up and the read
+            again = await self._get_values(rows[changed], root, deadline_ns)
+            status[changed], sizes[changed] = again.status, again.lengths
+            for i, value in zip(changed.tolist(), again.values or [], strict=True):
+                buffers[i] = bytearray(value or b"")
+        values = [
+            bytes(buffer) if st == ReadStatus.HIT else None for buffer, st in zip(buffers, status.tolist(), strict=True)
+        ]
+        return GetResult(status, sizes, values, sources)
+
+    def submit_get(self, keys: Keys, into: object = None, *, deadline_s: float | None = None) -> Ticket[GetResult]:
+        """Start a `get_many` from any thread but the loop's; complete it by poll, eventfd or result."""
+        return Ticket(self._loop, self.get_many(keys, into, deadline_s=deadline_s))
+
+    def submit_put(
+        self, keys: Keys, blocks: object, parents: Keys | Literal["chain"] | None = None
+    ) -> Ticket[PutResult]:
+        """Start a `put_many` from any thread but the loop's; complete it by poll, eventfd or result."""
+        return Ticket(self._loop, self.put_many(keys, blocks, parents))
