@@ -289,6 +289,7 @@ class SlabAllocator:
     def _take_extent(self, start: int, units: int) -> None:
         """The first `units` of the free extent at start leave the pool."""
         length = self._drop_extent(start)
+        assert length >= units, "an extent shorter than what is taken from it"
         if length > units:
             self._put_extent(start + units, length - units)
 

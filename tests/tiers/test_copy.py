@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -182,3 +184,25 @@ def test_the_copy_probe_counts_what_it_was_asked_for() -> None:
         tier_copy.copy_speed(4096, 1 << 20, kind="fast")
     with pytest.raises(ValueError, match="working_set"):
         tier_copy.copy_speed(4096, 1024)
+
+
+def test_without_the_extension_the_twin_serves_and_says_so() -> None:
+    """Goal: a host without a compiler still gets right bytes. Method: a child process that cannot import _host."""
+    code = """
+import sys
+sys.modules["ucxkv.tiers._host"] = None
+from ucxkv.tiers import copy
+assert not copy.engine.is_native
+target = bytearray(3000)
+print(copy.copy_sum(target, b"kv" * 1500), target == b"kv" * 1500)
+for refused in (copy.NativeEngine, lambda: copy.copy_speed(10, 10), lambda: copy.copy_ns(0, 0, 0)):
+    try:
+        refused()
+    except (ImportError, RuntimeError) as exc:
+        assert "_host" in str(exc)
+    else:
+        raise AssertionError(refused)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(xxhash.xxh3_64_intdigest(b"kv" * 1500)), "True"]

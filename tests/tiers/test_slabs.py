@@ -89,6 +89,26 @@ def test_the_last_free_place_is_found_in_fragments_too_short_for_a_whole_slab() 
     slabs.check()
 
 
+def test_an_extent_that_is_a_little_too_short_is_never_taken() -> None:
+    """Goal: free extents of about the right length are told apart. Method: 50 of 33 units and one of 35, ask for 34."""
+    unit = 4096
+    slabs = SlabAllocator((50 * (33 + 9) + 35 + 9) * unit, unit_bytes=unit)
+    short = []
+    for _ in range(50):
+        short += slabs.allocate(33 * unit)
+        slabs.allocate(9 * unit)
+    long = slabs.allocate(35 * unit)
+    slabs.allocate(9 * unit)
+    assert slabs.free_bytes == 0
+    slabs.free(short)
+    assert slabs.allocate(34 * unit) == []
+    slabs.free(long)
+    assert slabs.allocate(34 * unit, 2) == long
+    slabs.check()
+    assert sorted(slabs.allocate(33 * unit, 99)) == short
+    slabs.check()
+
+
 def test_too_large_empty_and_negative_sizes_are_refused() -> None:
     """Goal: each bad size is a typed error and takes nothing. Method: a table, and bad constructor arguments."""
     slabs = SlabAllocator(MIB + 5000)
@@ -166,7 +186,9 @@ class SlabMachine(RuleBasedStateMachine):
 
     @rule(
         target=live,
-        nbytes=st.sampled_from([1, 64, 100, 1000, 4096, 4097, 12_000, 32_768, 32_769, 50_000, 200_000, 600_000])
+        nbytes=st.sampled_from(
+            [1, 64, 100, 1000, 4096, 4097, 12_000, 32_768, 32_769, 50_000, 131_072, 135_168, 143_360, 200_000]
+        )
         | st.integers(1, MIB),
         count=st.integers(1, 40),
     )
