@@ -17,6 +17,7 @@ LAPTOP = {
     "other_ucx": list,
     "memlock": lambda: 8 << 20,
     "dev_shm_free": lambda: 8 << 30,
+    "huge_segment": lambda: "huge-transparent",
     "io_uring": lambda: "",
     "process_vm_readv": lambda: "",
     "cpus": lambda: 8,
@@ -74,6 +75,7 @@ def test_a_tight_container_gets_a_fix_for_each_want(tmp_path: Path) -> None:
     }
     refusing = {
         **LAPTOP,
+        "huge_segment": lambda: "small",
         "dev_shm_free": lambda: 32 << 20,
         "io_uring": lambda: "Operation not permitted",
         "process_vm_readv": lambda: "Operation not permitted",

@@ -160,18 +160,15 @@ def check_memory(host: Host) -> Finding:
 
 
 def check_huge_pages(host: Host) -> Finding:
-    """Are explicit huge pages, or transparent ones for shared memory, to be had?"""
+    """Does a node's segment get huge pages: explicit ones from the pool, or ordinary shared memory made huge?"""
     info = host.meminfo()
     pool = info.get("HugePages_Free", 0) * info.get("Hugepagesize", 0)
     shmem = host.read("sys/kernel/mm/transparent_hugepage/shmem_enabled")
     chosen = shmem[shmem.find("[") + 1 : shmem.find("]")] if "[" in shmem else "absent"
-    found = f"pool: {short_size(pool)} free; transparent for shared memory: {chosen}"
-    if pool >= 1 << 30:
+    kind = host.probes["huge_segment"]()
+    found = f"a segment gets {kind} pages; pool: {short_size(pool)} free; shmem_enabled: {chosen}"
+    if kind != "small":
         return Finding("huge pages", State.OK, found)
-    if chosen in ("always", "advise", "within_size", "force"):
-        return Finding(
-            "huge pages", State.OK, found, "transparent pages may fragment over time", "vm.nr_hugepages reserves a pool"
-        )
     return Finding(
         "huge pages",
         State.WARN,

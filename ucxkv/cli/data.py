@@ -62,7 +62,7 @@ def _print_status(nodes: list[NodeStatus]) -> None:
             f"{number('leases', 0):.0f}",
             f"{number('connections', 0):.0f}",
             f"{number('evicted', 0):.0f}",
-            node.facts.get("page_kind", ""),
+            node.facts.get("pages", ""),
         )
     Console().print(table)
 

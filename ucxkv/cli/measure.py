@@ -89,10 +89,6 @@ def row(
 def anonymous_blocks(count: int, nbytes: int) -> Blocks:
     """u8[count, nbytes] of private memory, huge pages asked for, touched: what an engine's pool of blocks is."""
     memory = mmap.mmap(-1, max(count * nbytes, mmap.PAGESIZE), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return _blocks(memory, count, nbytes)
-
-
-def _blocks(memory: mmap.mmap, count: int, nbytes: int) -> Blocks:
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
@@ -103,21 +99,21 @@ def _blocks(memory: mmap.mmap, count: int, nbytes: int) -> Blocks:
 
 
 class Copier:
-    """The limit: memcpy of blocks from a shared mapping (a memfd, as a node's segment is) into `into`."""
+    """The limit: memcpy of blocks from shared memory with a node's kind of pages into `into`."""
 
     def __init__(self, into: Blocks) -> None:
         """into: u8[count, nbytes], the destination that is measured too."""
         from ucxkv.tiers.copy import copy_ns
+        from ucxkv.tiers.segments import HostSegment
 
         self._copy = copy_ns
-        descriptor = os.memfd_create("ucxkv-limit", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(descriptor, max(into.nbytes, mmap.PAGESIZE))
-            self._memory = mmap.mmap(descriptor, max(into.nbytes, mmap.PAGESIZE), mmap.MAP_SHARED)
-        finally:
-            os.close(descriptor)
-        self._source = _blocks(self._memory, *into.shape)
-        self._from, self._to, self._nbytes = self._source.ctypes.data, into.ctypes.data, into.shape[1]
+        self._source = HostSegment.create(max(into.nbytes, mmap.PAGESIZE), "ucxkv-limit")
+        np.frombuffer(self._source.view, np.uint8).fill(1)
+        self._from, self._to, self._nbytes = self._source.address, into.ctypes.data, into.shape[1]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._source.close()
 
     def copy_ns(self, source: int, target: int) -> int:
         """Nanoseconds of one memcpy of block `source` over block `target`, timed in C."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import signal
 import sys
@@ -54,6 +53,7 @@ def node(
     ] = False,
 ) -> None:
     """Run one node until SIGTERM or Ctrl-C."""
+    from ucxkv.cli.logs import log_to_stderr
     from ucxkv.config import node_config
     from ucxkv.errors import UsageError
 
@@ -73,7 +73,7 @@ def node(
         "message_path": message_path,
     }
     settings = node_config(config, flags)
-    _log_to_stderr(log_level, log_json or not sys.stderr.isatty())
+    log_to_stderr(log_level, log_json or not sys.stderr.isatty())
     if stop_with_stdin:
         threading.Thread(target=_stop_with_stdin, name="stdin", daemon=True).start()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -124,23 +124,3 @@ def _stop_with_stdin() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_STOP_S)
     os._exit(1)
-
-
-def _log_to_stderr(level: str, as_json: bool) -> None:
-    import structlog
-
-    renderer: structlog.types.Processor
-    renderer = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=True)
-    processors: list[structlog.types.Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-    ]
-    if as_json:
-        processors.append(structlog.processors.format_exc_info)
-    structlog.configure(
-        processors=[*processors, renderer],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
-        cache_logger_on_first_use=True,
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,8 +31,10 @@ TimeoutOption = Annotated[float, typer.Option("--timeout", help="Seconds until a
 def connected(address: list[str] | None, token_file: Path | None, timeout_s: float, path: str = "auto") -> Any:
     """The client that a command uses: an asynchronous context manager, connected when entered."""
     import ucxkv
+    from ucxkv.cli.logs import log_to_stderr
     from ucxkv.config import token_from
 
+    log_to_stderr("warning", as_json=not sys.stderr.isatty())
     token = token_from(token_file) or None
     return ucxkv.connect(*(address or [DEFAULT_ADDRESS]), token=token, timeout_s=timeout_s, path=path)
 

@@ -78,6 +78,14 @@ def dev_shm_free() -> int:
     return facts.f_bavail * facts.f_frsize
 
 
+def huge_segment() -> str:
+    """The pages that a node's segment gets on this host: huge-explicit, huge-transparent or small. Tried on 4 MiB."""
+    from ucxkv.tiers.segments import HostSegment
+
+    with HostSegment.create(4 << 20, "ucxkv-doctor") as segment:
+        return segment.page_kind
+
+
 def io_uring() -> str:
     """Empty when a ring can be set up, else why not."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -121,6 +129,7 @@ PROBES: Probes = {
     "other_ucx": other_ucx,
     "memlock": memlock,
     "dev_shm_free": dev_shm_free,
+    "huge_segment": huge_segment,
     "io_uring": io_uring,
     "process_vm_readv": process_vm_readv,
     "cpus": cpus,

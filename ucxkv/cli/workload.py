@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from ucxkv.cli.measure import Blocks, Copier, Row, Series, anonymous_blocks, last_level_cache_bytes, row
+from ucxkv.client.results import PutResult
+from ucxkv.errors import IntegrityError
 
 __all__ = ["Workload", "working_set"]
 
@@ -48,7 +50,7 @@ class Workload:
     def verify(self, index: int, block: Blocks) -> None:
         """Raise when a block is not block `index`'s content, byte for byte."""
         if not np.array_equal(block.view(np.uint64) - np.uint64(index), self._content):
-            raise AssertionError(f"block {index} of {self.nbytes} bytes differs from what was put")
+            raise IntegrityError(f"block {index} of {self.nbytes} bytes differs from what was put")
 
     async def load(self) -> None:
         """Put the whole working set (content written into `into`, which is overwritten afterwards)."""
@@ -83,7 +85,7 @@ class Workload:
                 got = await self.kv.get(key, into=view)
                 times.append(time.perf_counter_ns() - start)
                 if got != self.nbytes:
-                    raise AssertionError(f"get answered {got}, not {self.nbytes}")
+                    raise IntegrityError(f"get answered {got}, not {self.nbytes}")
             for source, target in zip(sources, targets, strict=True):
                 self.verify(source, self.into[target])
             copies = limit.start_round()
@@ -108,7 +110,7 @@ class Workload:
                 result = await self.kv.get_many(keys, into=into)
                 times.append(time.perf_counter_ns() - start)
                 if result.hits != batch:
-                    raise AssertionError(f"{result.hits} hits of {batch}")
+                    raise IntegrityError(f"{result.hits} hits of {batch} stored blocks")
                 for source, target in zip(sources, targets, strict=True):
                     self.verify(source, self.into[target])
                 copies.append(self.copier.copies_ns(*self._draw(batch)))
@@ -134,15 +136,13 @@ class Workload:
                     start = time.perf_counter_ns()
                     status = await self.kv.put(key, block)
                     times.append(time.perf_counter_ns() - start)
-                    good = status.name == "STORED"
+                    result = PutResult(np.asarray([status], np.uint8))
                 else:
                     blocks = pool[np.asarray(sources)]
                     start = time.perf_counter_ns()
                     result = await self.kv.put_many(keys, blocks)
                     times.append(time.perf_counter_ns() - start)
-                    good = result.stored == batch
-                if not good:
-                    raise AssertionError("a put was refused: give the node more memory than the working set")
+                result.raise_for_status()
                 for source, value in zip(sources, (await self.kv.get_many(keys)).values, strict=True):
                     self.verify(source, np.frombuffer(value, np.uint8))
                 await self.kv.delete(keys)
