@@ -70,7 +70,7 @@ def test_what_is_put_is_found_whole_and_nothing_else_is(side: Side) -> None:
     """Goal: every field of a slot comes back. Method: put four roots, look up six keys, compare fields and order."""
     table, reader = make(side)
     keys = chain(4)
-    status, slots, parents = put(table, keys)
+    status, slots, parents, _ = put(table, keys)
     assert status.tolist() == [PutStatus.STORED] * 4 and parents.tolist() == [-1] * 4
     records, found = reader.lookup(b"".join([*keys, *chain(2, b"absent")]))
     assert found.tolist() == [1, 1, 1, 1, 0, 0]
@@ -86,7 +86,7 @@ def test_a_child_needs_its_parent_which_may_come_earlier_in_the_same_call(side: 
     """Goal: token order. Method: a chain in order, one whose parent is absent, one whose parent comes later."""
     table, _ = make(side)
     a, b, c, d, e = chain(5)
-    status, slots, parents = put(table, [a, b, d, c, e], [ROOT_KEY, a, c, b, b])
+    status, slots, parents, _ = put(table, [a, b, d, c, e], [ROOT_KEY, a, c, b, b])
     assert status.tolist() == [0, 0, PutStatus.ORDER, 0, 0]
     assert parents.tolist() == [-1, slots[0], -1, slots[1], slots[1]] and slots[2] == -1
 
@@ -95,9 +95,9 @@ def test_the_first_writer_wins_also_within_one_call(side: Side) -> None:
     """Goal: one content a key. Method: the same key twice in a call, and again in another; the first extent stays."""
     table, reader = make(side)
     a, b = chain(2)
-    status, slots, _ = put(table, [a, a, b], [ROOT_KEY, ROOT_KEY, a])
+    status, slots, _, _ = put(table, [a, a, b], [ROOT_KEY, ROOT_KEY, a])
     assert status.tolist() == [PutStatus.STORED, PutStatus.ALREADY, PutStatus.STORED] and slots[0] == slots[1]
-    again, same, _ = put(table, [b, a], [a, ROOT_KEY])
+    again, same, _, _ = put(table, [b, a], [a, ROOT_KEY])
     assert again.tolist() == [PutStatus.ALREADY] * 2 and same.tolist() == [slots[2], slots[0]]
     assert reader.lookup(a)[0]["offset"][0] == 0
 
@@ -109,7 +109,7 @@ def test_reserved_and_derived_keys_are_refused_and_are_nobodys_parent(side: Side
     record = np.zeros(1, SLOT_DTYPE)
     record["key"], record["flags"] = np.void(derived), (1, 0, 0)
     assert table.publish(record).tolist() == [0]
-    status, slots, _ = put(table, [ROOT_KEY, derived, other, child], [ROOT_KEY, ROOT_KEY, ROOT_KEY, derived])
+    status, slots, _, _ = put(table, [ROOT_KEY, derived, other, child], [ROOT_KEY, ROOT_KEY, ROOT_KEY, derived])
     assert status.tolist() == [PutStatus.REFUSED, PutStatus.REFUSED, PutStatus.STORED, PutStatus.ORDER]
     assert slots[0] == slots[1] == -1
     cursor, page = reader.scan(0, 10)
@@ -122,7 +122,7 @@ def test_entries_marked_beforehand_are_left_alone(side: Side) -> None:
     a, b = chain(2)
     zeros = [np.zeros(2, t) for t in (np.uint16, np.uint64, np.uint32, np.uint64)]
     marks = np.array([PutStatus.BUSY, 0], np.uint8)
-    status, slots, _ = table.put(a + b, ROOT_KEY + a, *zeros, generation=1, status=marks)
+    status, slots, _, _ = table.put(a + b, ROOT_KEY + a, *zeros, generation=1, status=marks)
     assert status.tolist() == [PutStatus.BUSY, PutStatus.ORDER] and slots.tolist() == [-1, -1] and table.used == 0
 
 
@@ -130,7 +130,7 @@ def test_a_full_table_says_so_and_takes_again_after_a_removal(side: Side) -> Non
     """Goal: NO_SPACE is an answer. Method: 10 keys into 8 slots, hide two, put the two that did not fit."""
     table, reader = make(side, 8)
     keys = chain(10)
-    status, slots, _ = put(table, keys)
+    status, slots, _, _ = put(table, keys)
     assert status.tolist() == [0] * 8 + [PutStatus.NO_SPACE] * 2
     assert table.hide(slots[:2]) == 2 and table.used == 6
     assert reader.exists(b"".join(keys)).tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 0, 0]

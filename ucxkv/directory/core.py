@@ -19,7 +19,7 @@ children nor leaves; their `parent` is the slot of their block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -215,7 +215,7 @@ class Directory:
         marks, retry_ns = None, 0
         if self.parts.writing:
             marks, retry_ns = self.parts.busy_marks(event.keys, now_ns)
-        status, slots, parents = self.table.put(
+        status, slots, parents, nbytes = self.table.put(
             event.keys,
             event.parents,
             event.regions,
@@ -229,17 +229,15 @@ class Directory:
         )
         self.generation += len(status)
         clock, parent, holds, last_use = self.clock(now_ns), self.parent, self.holds, self.last_use
-        lengths = as_memory(event.lengths).cast("I")
         stored: list[int] = []
-        total, before = 0, -1
-        for state, slot, above, length in zip(status.tolist(), slots.tolist(), parents.tolist(), lengths, strict=True):
+        before = -1
+        for state, slot, above in zip(status.tolist(), slots.tolist(), parents.tolist(), strict=True):
             if state:
                 continue
             parent[slot] = above & NONE
             holds[slot] = 0
             last_use[slot] = clock
             stored.append(slot)
-            total += length
             if above >= 0:
                 if above != before and not holds[above]:
                     self.policy.remove(above)
@@ -249,7 +247,7 @@ class Directory:
             if not holds[slot]:
                 self.policy.add(slot)
         self.blocks += len(stored)
-        self.bytes += total
+        self.bytes += nbytes
         self._totals["stored"] += len(stored)
         return ev.PutReply(status, self.generation, retry_ns)
 
@@ -325,12 +323,17 @@ class Directory:
         pins = self.leases.pins
         return int(self.holds[slot]) - (pins.get(self.words.generation(slot), 0) if pins else 0)
 
-    def _depart(self, slot: int, extents: list[ev.Extent], hide: list[int], now_ns: int) -> int:
-        """Everything about one block's going but hiding its slots, which come to `hide`; its bytes."""
+    def _depart(
+        self, slot: int, extents: list[ev.Extent], hide: list[int], now_ns: int, doomed: Collection[int] = ()
+    ) -> int:
+        """Everything about one block's going but hiding its slots, which come to `hide`; its bytes.
+
+        doomed: blocks that go in the same call, so that it doesn't matter what holds them.
+        """
         found, numbers = self.whole(slot)
         hide += numbers
         above = self.parent[slot]
-        if above != NONE:
+        if above != NONE and above not in doomed:
             self.unhold(above)
         pins = self.leases.pins
         leases = pins.get(self.words.generation(slot), 0) if pins else 0
@@ -347,9 +350,10 @@ class Directory:
         """Hide these blocks, in an order where children come before parents."""
         extents: list[ev.Extent] = []
         hide: list[int] = []
+        doomed = set(gone)
         for slot in gone:
             self.policy.remove(slot)
-            self._depart(slot, extents, hide, now_ns)
+            self._depart(slot, extents, hide, now_ns, doomed)
         self._hide(hide, extents, now_ns)
 
     def _hide(self, hide: list[int], extents: list[ev.Extent], now_ns: int) -> None:

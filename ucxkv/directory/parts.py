@@ -128,16 +128,17 @@ class PartWriter:
         """Publish a block whose last part this is, or leave it as it was."""
         directory, table = self._directory, self._directory.table
         derived = derived_keys(block.key, block.parts)
-        if (table.find(b"".join(derived)) >= 0).any() or any(self.writing.get(one) for one in derived):
+        taken = max(table.find(b"".join(derived)).tolist(), default=-1) >= 0
+        if taken or any(self.writing.get(one) for one in derived):
             if is_begun:
                 self._give_up(block, now_ns)
             return PutStatus.REFUSED
+        if table.capacity - table.used < block.parts:
+            return PutStatus.NO_SPACE
         block.sealed[part] = (extent, total)
-        slots = np.full(block.parts, -1, np.int32)
-        if table.capacity - table.used >= block.parts:
-            slots = table.publish(block.records(directory.generation + 1))
-        if (slots < 0).any():
-            table.hide(slots[slots >= 0][::-1].copy())
+        slots = table.publish(block.records(directory.generation + 1)).tolist()
+        if min(slots) < 0:  # an index line's neighbourhood is full
+            table.hide(np.array([slot for slot in reversed(slots) if slot >= 0], np.int32))
             del block.sealed[part]
             return PutStatus.NO_SPACE
         if is_begun:
@@ -145,9 +146,9 @@ class PartWriter:
         elif block.parent_slot >= 0:
             directory.hold(block.parent_slot)
         directory.generation += 1
-        slot = int(slots[-1])
+        slot = slots[-1]
         directory.arrived(slot, block.parent_slot, sum(length for _, _, length in block.extents()), now_ns)
-        for other in slots[:-1].tolist():
+        for other in slots[:-1]:
             directory.parent[other], directory.holds[other] = slot, 0
         return PutStatus.STORED
 

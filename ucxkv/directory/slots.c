@@ -136,7 +136,7 @@ static uint32_t parent_slot(const kv_table *t, const uint8_t *key) {
 /* Publishes single-part blocks in the order given, each only if its key is absent and its parent (all zero = root) visible;
  * a parent may come earlier in the same call. Generations are generation + i. status[i] != 0 on entry: left alone.
  * Out: status[i]; idx[i] = the block's slot, stored now or before, else -1; parent_idx[i] = the parent's slot or -1, valid
- * where stored. Returns how many were stored. */
+ * where stored. Returns how many bytes of values were stored. */
 uint64_t slots_put(kv_writer *w, uint64_t n, const void *keys, const void *parents, const void *regions, const void *offsets,
                    const void *lengths, const void *sums, uint8_t tier, uint8_t flag, uint64_t generation, void *status,
                    void *idx, void *parent_idx) {
@@ -178,7 +178,7 @@ uint64_t slots_put(kv_writer *w, uint64_t n, const void *keys, const void *paren
         st[i] = slot == SLOTS_NONE ? PUT_NO_SPACE : PUT_STORED;
         slots[i] = (int32_t)slot;
         ups[i] = (int32_t)above;
-        stored += slot != SLOTS_NONE;
+        if (slot != SLOTS_NONE) stored += rec.length;
     }
     return stored;
 }

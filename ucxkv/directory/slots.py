@@ -186,6 +186,8 @@ def is_native() -> bool:
 
 
 def _pointer(values: Buffer, nbytes: int, what: str, *, writable: bool = False) -> Any:
+    if type(values) is bytes and len(values) == nbytes and not writable:
+        return values  # cffi passes its address as it is
     view = _slots.ffi.from_buffer("char[]", values, require_writable=writable)
     if len(view) != nbytes:
         raise ValueError(f"{what}: {len(view)} bytes, expected {nbytes}")
@@ -249,17 +251,16 @@ class SlotTable:
         self._lib.slots_find(self._table, n, _slots.ffi.from_buffer(keys), _slots.ffi.from_buffer(out))
         return out
 
-    def publish(self, records: Records) -> I32:
+    def publish(self, records: Buffer) -> I32:
         """Publish whole records whose keys are not in the table yet.
 
-        records: SLOT_DTYPE[n]; epoch, state, check and version are filled in here. Returns their slot numbers, -1 where
-        the table is full; int32[n].
+        records: SLOT_DTYPE[n] or its bytes; epoch, state, check and version are filled in here. Returns their slot
+        numbers, -1 where the table is full; int32[n].
         """
-        n = len(records)
+        n = as_memory(records).nbytes // SLOT_BYTES
         out = np.empty(n, np.int32)
-        self._lib.slots_publish(
-            self._writer, n, _pointer(records, SLOT_BYTES * n, "records"), _slots.ffi.from_buffer(out)
-        )
+        source = _pointer(records, SLOT_BYTES * n, "records")
+        self._lib.slots_publish(self._writer, n, source, _slots.ffi.from_buffer(out))
         return out
 
     def put(
@@ -275,20 +276,21 @@ class SlotTable:
         tier: int = 1,
         flag: int = 0,
         status: U8 | None = None,
-    ) -> tuple[U8, I32, I32]:
+    ) -> tuple[U8, I32, I32, int]:
         """Publish single-part blocks in order, each if its key is absent and its parent visible (all zero = root).
 
         keys, parents: n x 16 bytes; regions u16[n], offsets u64[n], lengths u32[n], sums u64[n].
         generation: block i gets generation + i.
         status: u8[n]; blocks whose entry isn't 0 are left alone. Returns (status u8[n] of PutStatus, slot i32[n]: the
-        block's slot, stored now or before, else -1, parent's slot i32[n], -1 for a root, valid where stored).
+        block's slot, stored now or before, else -1, parent's slot i32[n], -1 for a root, valid where stored; bytes
+        stored).
         """
         n = count_keys(keys)
         if status is None:
             status = np.zeros(n, np.uint8)
         slots = np.empty((2, n), np.int32)
         cells = _slots.ffi.from_buffer("int32_t[]", slots)
-        self._lib.slots_put(
+        nbytes = self._lib.slots_put(
             self._writer,
             n,
             _slots.ffi.from_buffer(keys),
@@ -304,7 +306,7 @@ class SlotTable:
             cells,
             cells + n,
         )
-        return status, slots[0], slots[1]
+        return status, slots[0], slots[1], nbytes
 
     def hide(self, slots: I32) -> int:
         """Take slots out, in the order given; numbers that are no visible slots are skipped. Returns how many left."""

@@ -139,9 +139,10 @@ class TwinTable:
         """See `SlotTable.find`."""
         return np.array([self._index.search(key)[0] for key in _split(keys)], np.int32)
 
-    def publish(self, records: Records) -> I32:
+    def publish(self, records: Buffer) -> I32:
         """See `SlotTable.publish`."""
-        return np.array([self._publish(record.tobytes()) for record in records], np.int32)
+        raw = bytes(as_memory(records))
+        return np.array([self._publish(raw[at : at + SLOT_BYTES]) for at in range(0, len(raw), SLOT_BYTES)], np.int32)
 
     def put(
         self,
@@ -156,7 +157,7 @@ class TwinTable:
         tier: int = 1,
         flag: int = 0,
         status: U8 | None = None,
-    ) -> tuple[U8, I32, I32]:
+    ) -> tuple[U8, I32, I32, int]:
         """See `SlotTable.put`."""
         every, above = _split(keys), _split(parents)
         n = len(every)
@@ -167,7 +168,7 @@ class TwinTable:
         columns = [np.frombuffer(column, dtype) for column, dtype in named]
         if len(above) != n or len(status) != n or any(len(column) != n for column in columns):
             raise ValueError(f"arrays that do not belong to {n} keys")
-        record = np.zeros(1, SLOT_DTYPE)
+        record, nbytes = np.zeros(1, SLOT_DTYPE), 0
         for i, key in enumerate(every):
             if status[i]:
                 continue
@@ -181,7 +182,9 @@ class TwinTable:
                 slots[i] = self._publish(record.tobytes())
                 if slots[i] < 0:
                     status[i] = PutStatus.NO_SPACE
-        return status, slots, ups
+                else:
+                    nbytes += int(columns[2][i])
+        return status, slots, ups, nbytes
 
     def hide(self, slots: I32) -> int:
         """See `SlotTable.hide`."""

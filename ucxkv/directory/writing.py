@@ -8,14 +8,16 @@ deadline.
 from __future__ import annotations
 
 import heapq
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from ucxkv.directory.events import Extent
 from ucxkv.directory.records import part_key
-from ucxkv.directory.slots import PART_FLAG, SLOT_DTYPE, Records
+from ucxkv.directory.slots import PART_FLAG, SLOT_BYTES
+
+_SLOT = struct.Struct("<16sQIBBHQIB3sQII")
+assert _SLOT.size == SLOT_BYTES
 
 
 @dataclass(slots=True)
@@ -40,16 +42,16 @@ class Writing:
         """The sealed parts' extents."""
         return [extent for extent, _ in self.sealed.values()]
 
-    def records(self, generation: int) -> Records:
-        """The slots to publish: the derived parts first, the block itself last; SLOT_DTYPE[parts]."""
-        out = np.zeros(self.parts, SLOT_DTYPE)
-        for at, part in enumerate(range(self.parts - 1, -1, -1)):
+    def records(self, generation: int) -> bytes:
+        """The slots to publish, 64 bytes each: the derived parts first, the block itself last."""
+        out = []
+        for part in range(self.parts - 1, -1, -1):
             (region, offset, length), total = self.sealed[part]
-            out[at] = (
-                np.void(part_key(self.key, part, self.parts)), generation, 0, 0, self.parts, region, offset, length,
-                self.tier, (PART_FLAG if part else 0, self.flag, 0), total, 0, 0,
-            )  # fmt: skip
-        return out
+            key, flags = part_key(self.key, part, self.parts), bytes((PART_FLAG if part else 0, self.flag, 0))
+            out.append(
+                _SLOT.pack(key, generation, 0, 0, self.parts, region, offset, length, self.tier, flags, total, 0, 0)
+            )
+        return b"".join(out)
 
 
 @dataclass(slots=True)
