@@ -1,0 +1,43 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator
+
+import numpy as np
+import pytest
+
+import ucxkv
+from tests.harness import NodeProcess
+
+
+@pytest.fixture(scope="session")
+def shared_node() -> Iterator[NodeProcess]:
+    """One node for tests that only put and get; its contents are anybody's."""
+    with NodeProcess("shared", host_bytes="256MiB") as node:
+        yield node
+
+
+@pytest.fixture
+def node() -> Iterator[NodeProcess]:
+    """A node of 64 MiB of the test's own."""
+    with NodeProcess() as node:
+        yield node
+
+
+@pytest.fixture
+async def kv(shared_node: NodeProcess) -> AsyncIterator[ucxkv.Client]:
+    """A client of the shared node."""
+    async with ucxkv.connect(shared_node.address) as client:
+        yield client
+
+
+def keys(n: int) -> list[bytes]:
+    """n keys nobody else has."""
+    return [os.urandom(16) for _ in range(n)]
+
+
+def blocks(n: int, nbytes: int, seed: int = 0) -> np.ndarray:
+    """n blocks of random bytes, u8[n, nbytes]."""
+    return np.random.default_rng(seed).integers(0, 256, (n, nbytes), np.uint8)

@@ -1,0 +1,123 @@
+"""Real nodes as processes, for tests: start, block, freeze, kill, and look at what they hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Self
+
+__all__ = ["NodeProcess", "open_files", "wait_until"]
+
+ROOT = Path(__file__).resolve().parent.parent
+_READY_S = 30.0
+
+# The node's main program, with one thing more: SIGUSR1 blocks its interpreter for a second, as a long pause of its
+# collector or a greedy callback would.
+_PROGRAM = """
+import signal, sys, time
+from ucxkv.cli import main
+signal.signal(signal.SIGUSR1, lambda *_: time.sleep(1.0))
+sys.argv[0] = "ucxkv"
+main()
+"""
+
+
+class NodeProcess:
+    """One `ucxkv node`. Options are its flags, `host_bytes="64MiB"` for `--host-bytes 64MiB`."""
+
+    def __init__(self, name: str = "n1", *, listen: str = "127.0.0.1:0", join: str = "", **options: str) -> None:
+        flags = {"name": name, "listen": listen, "host_bytes": "64MiB", **options}
+        if join:
+            flags["join"] = join
+        argv = [sys.executable, "-c", _PROGRAM, "node"]
+        for flag, value in flags.items():
+            argv += [f"--{flag.replace('_', '-')}", value]
+        self.name = name
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
+        try:
+            ready = self._ready()
+        except BaseException:
+            self.kill()
+            raise
+        self.address: str = ready["address"]
+        self.pid: int = ready["pid"]
+
+    def _ready(self) -> dict[str, str | int]:
+        assert self.process.stdout is not None and self.process.stderr is not None
+        if not select.select([self.process.stdout], [], [], _READY_S)[0]:
+            raise TimeoutError("the node was not ready in time")
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the node ended: {self.process.stderr.read().decode()[-2000:]}")
+        ready: dict[str, str | int] = json.loads(line)
+        return ready
+
+    def block_python(self) -> None:
+        """Keep the node's interpreter busy for one second; its C threads go on."""
+        os.kill(self.pid, signal.SIGUSR1)
+
+    def freeze(self) -> None:
+        """SIGSTOP: nothing of it runs, and nobody is told."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """kill -9, and wait for the end. Idempotent."""
+        self.process.kill()
+        self._end()
+
+    def stop(self) -> int:
+        """SIGTERM; returns the exit code."""
+        self.process.terminate()
+        try:
+            return self._end()
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+
+    def _end(self) -> int:
+        code = self.process.wait(15)
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None and not pipe.closed:
+                pipe.close()
+        return code
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self._end()
+
+
+def open_files(pid: int | None = None) -> int:
+    """How many descriptors a process has open (default: this one)."""
+    return len(os.listdir(f"/proc/{pid or os.getpid()}/fd"))
+
+
+async def wait_until(condition, what: str, seconds: float = 10.0) -> None:  # type: ignore[no-untyped-def]
+    """Await `condition()` (sync or async) to become true; fails the test when it does not within `seconds`."""
+    import asyncio  # noqa: PLC0415
+    import inspect  # noqa: PLC0415
+
+    until = time.monotonic() + seconds
+    while True:
+        value = condition()
+        if inspect.isawaitable(value):
+            value = await value
+        if value:
+            return
+        if time.monotonic() > until:
+            raise AssertionError(f"not within {seconds} s: {what}")
+        await asyncio.sleep(0.02)
