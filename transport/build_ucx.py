@@ -14,7 +14,7 @@ from cffi import FFI
 
 HERE = Path(__file__).resolve().parent
 SOURCES = ("ucx.c", "ops.c", "service.c", "serve.c", "fetch.c")
-HEADERS = ("ucx.h", "wire.h", "service.h")
+HEADERS = ("ucx.h", "wire.h", "service.h", "fetch.h")
 
 
 def wheel_directory() -> Path:

@@ -58,3 +58,39 @@ int32_t kv_message_handle(kv_worker *w, uint32_t am_id);
 int32_t kv_message_receive(kv_worker *w, uint64_t token, uint64_t addr, uint64_t capacity, ucp_mem_h memh, uint64_t id,
                            uint64_t spin_ns);
 void kv_message_drop(kv_worker *w, uint64_t token);
+
+typedef struct {
+    uint64_t addr, length, sum, generation; uint32_t slot; uint16_t region; uint8_t status, tier;
+} kv_found;
+typedef struct kv_service kv_service;
+typedef struct kv_fetcher kv_fetcher;
+
+int32_t kv_service_open(ucp_context_h context, uint64_t resolve, uint64_t resolve_ctx, uint64_t spin_ns,
+                        kv_service **out);
+void kv_service_close(kv_service *s);
+int kv_service_result_fd(kv_service *s);
+size_t kv_service_address(kv_service *s, void *buf, size_t cap);
+int32_t kv_service_lend(kv_service *s, uint32_t index, uint64_t base, uint64_t size, ucp_mem_h memh);
+int32_t kv_service_command(kv_service *s, int kind, uint64_t ticket, uint64_t token, const void *address, size_t length,
+                           int is_peer_mode, int is_eager_only);
+size_t kv_service_results(kv_service *s, size_t max, uint64_t *tickets, uint64_t *tokens, int32_t *statuses);
+void kv_service_grant(kv_service *s, uint64_t token, size_t n, const uint16_t *region, const uint64_t *offset,
+                      const uint64_t *capacity, uint8_t *out);
+void kv_service_revoke(kv_service *s, uint64_t token, size_t n, const uint16_t *region, const uint64_t *offset,
+                       uint8_t *out);
+void kv_service_counters(kv_service *s, uint64_t *out);
+
+int32_t kv_fetcher_open(kv_worker *w, kv_fetcher **out);
+void kv_fetcher_close(kv_fetcher *f);
+void kv_fetcher_counters(kv_fetcher *f, uint64_t *out);
+int32_t kv_fetch_read(kv_fetcher *f, kv_endpoint *e, uint64_t session, uint64_t id, uint32_t n, const uint8_t *keys,
+                      const uint32_t *first, const uint64_t *addr, const uint64_t *len, uint32_t fragment,
+                      uint64_t sum, ucp_mem_h memh, uint64_t spin_ns);
+int32_t kv_fetch_lookup(kv_fetcher *f, kv_endpoint *e, uint64_t session, uint64_t id, uint32_t n, const uint8_t *keys,
+                        uint64_t spin_ns);
+int32_t kv_fetch_write(kv_fetcher *f, kv_endpoint *e, uint64_t session, uint64_t id, uint32_t n, const uint32_t *first,
+                       const uint64_t *addr, const uint64_t *len, const uint16_t *region, const uint64_t *offset,
+                       uint32_t fragment, ucp_mem_h memh, uint64_t spin_ns);
+int64_t kv_fetch_take(kv_fetcher *f, uint64_t id, uint8_t *status, uint64_t *length, uint64_t *generation,
+                      kv_found *found, uint32_t *receives);
+void kv_fetch_endpoint_gone(kv_fetcher *f, kv_endpoint *e);

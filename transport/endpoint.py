@@ -85,6 +85,11 @@ class Endpoint:
             raise Closed("this endpoint is closed")
         return self._handle
 
+    @property
+    def handle_or_none(self) -> Any:
+        """The native handle even of a failed endpoint; None once closed."""
+        return self._handle if self.worker.is_open else None
+
     def unpack_key(self, packed: bytes) -> RemoteKey:
         """The peer's memory region behind a packed key. Raises UcxError for a key that does not fit this endpoint."""
         return RemoteKey(self, packed)

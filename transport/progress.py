@@ -117,9 +117,12 @@ class Worker:
         self._message_handlers: dict[int, Callable[[ReceivedMessage], None]] = {}
         self.endpoints: dict[int, Endpoint] = {}
         self.connect_handlers: deque[Callable[[int], None]] = deque()
-        self.quiet_handler: Callable[[int, int], None] | None = None
-        self.done_handler: Callable[[int, int, int], bool] | None = None
-        """For the data client: called with (id, status, length) of a completion no operation here waits for."""
+        self.quiet_handler: Callable[[int], None] | None = None
+        """For the data client: a request it let go of touches no memory any more."""
+        self.extension: object = None
+        """What the data client keeps per worker."""
+        self.closers: list[Callable[[], None]] = []
+        """Called once the native worker is destroyed."""
         fd = self._ffi.new("int *")
         status = self._lib.kv_worker_fd(self.handle, fd)
         if status != 0:
@@ -216,9 +219,17 @@ class Worker:
 
     async def expect(self, op_id: int, keep: object, what: str, deadline_ns: int | None) -> int:
         """Await the record with this id."""
+        return await self.wait(self.register(op_id, keep, what), what, deadline_ns)
+
+    def register(self, op_id: int, keep: object, what: str) -> asyncio.Future[int]:
+        """The future of the record with this id. Call it before the worker is progressed again."""
         future: asyncio.Future[int] = self._loop.create_future()
         self._operations[op_id] = _Operation(future, keep, what)
         self.kick()
+        return future
+
+    async def wait(self, future: asyncio.Future[int], what: str, deadline_ns: int | None) -> int:
+        """Await a registered record, at most until the deadline (DeadlineExceeded; it stays registered)."""
         if deadline_ns is None:
             return await future
         timer = self._loop.call_later(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9), _expire, future, what)
@@ -226,6 +237,12 @@ class Worker:
             return await future
         finally:
             timer.cancel()
+
+    def forget(self, op_id: int) -> None:
+        """No record with this id will come: let go of what it kept."""
+        operation = self._operations.pop(op_id, None)
+        if operation is not None:
+            operation.future.cancel()
 
     # ---- progress
 
@@ -280,17 +297,14 @@ class Worker:
     ) -> None:
         if kind == DONE:
             operation = self._operations.pop(op_id, None)
-            if operation is None:
-                if self.done_handler is not None:
-                    self.done_handler(op_id, status, length)
-            elif not operation.future.done():
+            if operation is not None and not operation.future.done():
                 if status == 0:
                     operation.future.set_result(length)
                 else:
                     operation.future.set_exception(error_from_status(status, operation.what))
         elif kind == QUIET:
             if self.quiet_handler is not None:
-                self.quiet_handler(op_id, status)
+                self.quiet_handler(op_id)
         elif kind == MESSAGE:
             message = ReceivedMessage(self, op_id, bytes(header)[:header_length], length, aux)
             handler = self._message_handlers.get(op_id)
@@ -348,6 +362,8 @@ class Worker:
         self.ring = np.empty(0, dtype=RECORD_DTYPE)
         self._lib.kv_worker_close(handle)
         self.context.release()
+        for closer in self.closers:
+            closer()
         operations, self._operations = self._operations, {}
         for operation in operations.values():
             if not operation.future.done():

@@ -28,20 +28,22 @@ SAME_HOST_TRANSPORTS = "posix,cma,self"
 it."""
 
 _CANCELED = -16
-_LOST = frozenset((-6, -9, -20, -21, -24, -25, -80))  # unreachable, no device, timed out twice, reset, rejected ...
+_LOST = frozenset(
+    (-3, -6, -13, -20, -23, -24, -25)
+)  # I/O error, unreachable, timed out, rejected, not connected, reset
+_FAILURES = range(-89, -39)  # link and endpoint failures, endpoint timeout
 _BAD_POSIX_SEGMENT = re.compile(r"(\d+)([kKmM]?)")
 
 
 def error_from_status(status: int, what: str) -> TransportError:
     """The error that a negative ucs_status_t means: PeerLost, Closed (cancelled), UsageError (full) or UcxError."""
-    _, lib = library.binding()
-    ffi, _ = library.binding()
+    ffi, lib = library.binding()
     text = f"{what}: {ffi.string(lib.kv_status_text(status)).decode()}"
     if status == _CANCELED:
         return Closed(text)
     if status == -1000:
         return UsageError(f"{text}; await some of them first")
-    if status in _LOST or status == -25:
+    if status in _LOST or status in _FAILURES:
         return PeerLost(text)
     return UcxError(text, status)
 

@@ -1,0 +1,468 @@
+"""The client's side of the data service: look-ups, reads into the caller's memory, writes into granted extents.
+
+Promises
+  - Every call ends within its deadline. A node that is gone, or does not answer in time, is a status (UNAVAILABLE)
+  of the
+    keys it has not answered, not an exception; keys already answered keep their answer.
+  - HIT means that the destination holds bytes whose xxh3 equals the producer's. A sum that differs is STALE: the extent
+    was reused under the read; the caller asks again. The destination's content is undefined for anything but HIT.
+  - After a read returned or raised (cancelled too) its destinations are not touched any more. Payload that comes by
+    copying is dropped from that moment on; a rendezvous receive that is in flight is waited for (it is local
+    work), and if
+    it does not end within a second the endpoint is closed by force, then the worker destroyed.
+  - After a write returned or raised its sources are only read, never written, and stay referenced (`keep`) until UCX is
+    done with them; its extents accept no further write of this client before that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import library
+from .base import Closed, DeadlineExceeded, PeerLost, TransportError, UsageError
+from .endpoint import Endpoint
+from .memory import MemoryRegion
+from .progress import Worker
+from .ucx import error_from_status
+
+__all__ = ["FOUND_DTYPE", "TCP_FRAGMENT_BYTES", "DataClient", "WriteStatus"]
+
+FOUND_DTYPE = np.dtype(
+    [
+        ("addr", "<u8"),
+        ("length", "<u8"),
+        ("sum", "<u8"),
+        ("generation", "<u8"),
+        ("slot", "<u4"),
+        ("region", "<u2"),
+        ("status", "u1"),
+        ("tier", "u1"),
+    ]
+)
+"""What a look-up says of one key (kv_found of wire.h); addr is zero here."""
+
+TCP_FRAGMENT_BYTES = 192 << 10
+"""Fits one TCP segment of UCX as we set it (256 KiB), so that a fragment is copied once, into its place."""
+
+_HIT, _UNAVAILABLE = 0, 6
+_CHUNK_BYTES = 2 << 20
+_CHUNK_KEYS = 1024
+_CHUNKS_IN_FLIGHT = 2  # about 4 MiB: more falls out of the cache
+_QUIET_NS = 1_000_000_000
+
+
+class WriteStatus(enum.IntEnum):
+    """The answer for one written value."""
+
+    WRITTEN = 0
+    REFUSED = 1
+    """No live grant of this session covers it."""
+    BROKEN = 2
+    """The transfer failed; the extent's content is undefined."""
+    UNAVAILABLE = 6
+
+
+class _Chunk(NamedTuple):
+    """Keys low .. high of a batch, on their way as one request; future: of its end (None: it has ended)."""
+
+    request_id: int
+    low: int
+    high: int
+    future: asyncio.Future[int] | None
+
+
+class _Fetcher:
+    """The native table of requests of one worker, shared by its data clients."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.ffi, self.lib = library.binding()
+        out = self.ffi.new("kv_fetcher **")
+        status = self.lib.kv_fetcher_open(worker.native(), out)
+        if status != 0:
+            raise error_from_status(status, "preparing a worker for data requests")
+        self.handle = out[0]
+        self.kept: dict[int, object] = {}
+        """Of requests that were let go with something in flight: what their memory belongs to."""
+        worker.quiet_handler = self._quiet
+        worker.closers.append(self._close)
+
+    def _quiet(self, request_id: int) -> None:
+        self.kept.pop(request_id, None)
+
+    def _close(self) -> None:
+        handle, self.handle = self.handle, None
+        self.lib.kv_fetcher_close(handle)
+        self.kept.clear()
+
+    @classmethod
+    def of(cls, worker: Worker) -> _Fetcher:
+        """The worker's one fetcher."""
+        found = worker.extension
+        if found is None:
+            found = worker.extension = cls(worker)
+        assert isinstance(found, cls)
+        return found
+
+
+class DataClient:
+    """Data requests to one node under one session token.
+
+    endpoint: to the node's data service, owned from here on. fragment_bytes: 0 = blocks come whole, in place by
+    rendezvous
+    where they are large (shared memory, RDMA); over TCP TCP_FRAGMENT_BYTES. sum_function: address of a C function
+    `uint64_t (*)(const void *, size_t)` that computes xxh3-64; 0 = do not check (the caller does).
+    """
+
+    def __init__(
+        self, worker: Worker, endpoint: Endpoint, session: int, *, fragment_bytes: int = 0, sum_function: int = 0
+    ) -> None:
+        self._ffi, self._lib = library.binding()
+        self._worker = worker
+        self._endpoint = endpoint
+        self._session = session
+        self._fragment = fragment_bytes
+        self._sum = sum_function
+        self._fetcher = _Fetcher.of(worker)
+        self._dirty: dict[tuple[int, int], int] = {}
+        self.error: TransportError | None = None
+        self._waiters = 0
+        endpoint.on_error = lambda e: self.lost(e.error)
+
+    @property
+    def is_open(self) -> bool:
+        """False once closed, or the node is known to be gone."""
+        return self.error is None
+
+    def counters(self) -> dict[str, int]:
+        """Of this worker's data clients together: requests held, messages that came too late, sums that differed,
+        ...
+        """
+        out = self._ffi.new("uint64_t[4]")
+        self._worker.native()
+        self._lib.kv_fetcher_counters(self._fetcher.handle, out)
+        return {
+            "requests": out[0],
+            "late": out[1],
+            "stale": out[2],
+            "malformed": out[3],
+            "kept": len(self._fetcher.kept),
+        }
+
+    # ---- requests
+
+    async def read(
+        self,
+        keys: bytes,
+        first: NDArray[np.uint32],
+        addr: NDArray[np.uint64],
+        length: NDArray[np.uint64],
+        *,
+        keep: object = None,
+        region: MemoryRegion | None = None,
+        deadline_ns: int | None = None,
+    ) -> tuple[NDArray[np.uint8], NDArray[np.uint64], NDArray[np.uint64]]:
+        """Read n keys (16 bytes each) into memory; the value of key i goes to pieces first[i] .. first[i + 1].
+
+        first: u32[n + 1]; addr, length: u64 addresses and bytes of the pieces; keep: what owns them; region: a
+        registration that every one-piece destination lies in. Returns status u8[n], stored length u64[n] and generation
+        u64[n]. Statuses: 0 HIT, 1 MISS, 2 SIZE, 4 UNMAPPED, 5 STALE, 6 UNAVAILABLE.
+        """
+        n = _keys_count(keys)
+        arrays = _pieces(n, first, addr, length)
+        status = np.full(n, _UNAVAILABLE, np.uint8)
+        stored, generation = np.zeros(n, "<u8"), np.zeros(n, "<u8")
+        memh = region.handle if region is not None else self._ffi.NULL
+        view = self._ffi.from_buffer("uint8_t[]", keys)
+        p_first, p_addr, p_length = self._pointers(*arrays)
+
+        def start(request_id: int, low: int, high: int, spin_ns: int) -> int:
+            return int(
+                self._lib.kv_fetch_read(
+                    self._fetcher.handle,
+                    self._endpoint.native(),
+                    self._session,
+                    request_id,
+                    high - low,
+                    view + low * 16,
+                    p_first + low,
+                    p_addr,
+                    p_length,
+                    self._fragment,
+                    self._sum,
+                    memh,
+                    spin_ns,
+                )
+            )
+
+        outs = (status, stored, generation, None)
+        await self._run("read", n, _bytes_before(*arrays[::2]), start, outs, (keep, region), deadline_ns)
+        return status, stored, generation
+
+    async def lookup(self, keys: bytes, *, deadline_ns: int | None = None) -> NDArray[Any]:
+        """Where the keys are: FOUND_DTYPE[n], with status HIT or MISS (UNAVAILABLE for those without an answer)."""
+        n = _keys_count(keys)
+        found = np.zeros(n, FOUND_DTYPE)
+        status = np.full(n, _UNAVAILABLE, np.uint8)
+        view = self._ffi.from_buffer("uint8_t[]", keys)
+
+        def start(request_id: int, low: int, high: int, spin_ns: int) -> int:
+            return int(
+                self._lib.kv_fetch_lookup(
+                    self._fetcher.handle,
+                    self._endpoint.native(),
+                    self._session,
+                    request_id,
+                    high - low,
+                    view + low * 16,
+                    spin_ns,
+                )
+            )
+
+        await self._run("look-up", n, np.arange(n + 1) * 40, start, (status, None, None, found), None, deadline_ns)
+        found["status"][status != _HIT] = _UNAVAILABLE
+        return found
+
+    async def write(
+        self,
+        regions: NDArray[np.uint16],
+        offsets: NDArray[np.uint64],
+        first: NDArray[np.uint32],
+        addr: NDArray[np.uint64],
+        length: NDArray[np.uint64],
+        *,
+        keep: object = None,
+        region: MemoryRegion | None = None,
+        deadline_ns: int | None = None,
+    ) -> NDArray[np.uint8]:
+        """Write n values, gathered from their pieces, into granted extents (regions u16[n], offsets u64[n]).
+
+        Returns WriteStatus u8[n]. Raises UsageError when an earlier, abandoned write to one of the extents is not over.
+        """
+        n = len(regions)
+        arrays = _pieces(n, first, addr, length)
+        where, at = np.ascontiguousarray(regions, "<u2"), np.ascontiguousarray(offsets, "<u8")
+        if where.shape != at.shape:
+            raise UsageError(f"{where.shape} regions, {at.shape} offsets")
+        extents = list(zip(where.tolist(), at.tolist(), strict=True))
+        self._refuse_dirty(extents)
+        status = np.full(n, _UNAVAILABLE, np.uint8)
+        memh = region.handle if region is not None else self._ffi.NULL
+        p_first, p_addr, p_length = self._pointers(*arrays)
+        p_where, p_at = self._ffi.from_buffer("uint16_t[]", where), self._ffi.from_buffer("uint64_t[]", at)
+
+        def start(request_id: int, low: int, high: int, spin_ns: int) -> int:
+            return int(
+                self._lib.kv_fetch_write(
+                    self._fetcher.handle,
+                    self._endpoint.native(),
+                    self._session,
+                    request_id,
+                    high - low,
+                    p_first + low,
+                    p_addr,
+                    p_length,
+                    p_where + low,
+                    p_at + low,
+                    self._fragment,
+                    memh,
+                    spin_ns,
+                )
+            )
+
+        def let_go(request_id: int, low: int, high: int) -> None:
+            for extent in extents[low:high]:
+                self._dirty[extent] = request_id
+
+        outs = (status, None, None, None)
+        before = _bytes_before(*arrays[::2])
+        await self._run("write", n, before, start, outs, (keep, region), deadline_ns, let_go)
+        return status
+
+    def _refuse_dirty(self, extents: list[tuple[int, int]]) -> None:
+        if not self._dirty:
+            return
+        self._dirty = {extent: i for extent, i in self._dirty.items() if i in self._fetcher.kept}
+        for extent in extents:
+            if extent in self._dirty:
+                raise UsageError(f"an abandoned write to extent {extent} is still in flight; use another extent")
+
+    # ---- running a batch in chunks
+
+    async def _run(
+        self,
+        what: str,
+        n: int,
+        before: NDArray[Any],
+        start: Callable[[int, int, int, int], int],
+        outs: tuple[NDArray[Any] | None, ...],
+        keep: object,
+        deadline_ns: int | None,
+        let_go: Callable[[int, int, int], None] | None = None,
+    ) -> None:
+        """Start the chunks, about 4 MiB in flight, and collect their results. before: u64[n + 1], bytes before key
+        i.
+        """
+        if self.error is not None or not n:
+            return  # everything is UNAVAILABLE
+        flying: deque[_Chunk] = deque()
+        low = 0
+        try:
+            while low < n or flying:
+                while low < n and len(flying) < _CHUNKS_IN_FLIGHT and self.error is None:
+                    high = _chunk_end(before, low, n)
+                    request_id = self._worker.next_id()
+                    spin_ns = self._worker.inline_wait_ns if self._waiters + len(flying) == 0 else 0
+                    code = start(request_id, low, high, spin_ns)
+                    if code < 0:
+                        raise error_from_status(code, what)
+                    future = self._worker.register(request_id, None, what) if code else None
+                    flying.append(_Chunk(request_id, low, high, future))
+                    low = high
+                if not flying:
+                    return  # the node was lost before the rest was started
+                chunk = flying[0]
+                if chunk.future is not None:
+                    self._waiters += 1
+                    try:
+                        await self._worker.wait(chunk.future, what, deadline_ns)
+                    finally:
+                        self._waiters -= 1
+                flying.popleft()
+                self._take(chunk, outs)
+        except DeadlineExceeded:
+            await self._abandon(flying, outs, keep, let_go)
+        except PeerLost as exc:
+            await self._abandon(flying, outs, keep, let_go)
+            self.lost(exc)
+        except BaseException:
+            await self._abandon(flying, outs, keep, let_go)
+            raise
+
+    def _take(self, chunk: _Chunk, outs: tuple[NDArray[Any] | None, ...]) -> tuple[int, int]:
+        """Results of one request into the outputs: (operations in flight, receives among them)."""
+        if self._fetcher.handle is None:
+            return 0, 0
+        ffi = self._ffi
+        types = ("uint8_t *", "uint64_t *", "uint64_t *", "kv_found *")
+        pointers = [
+            ffi.NULL if out is None else ffi.cast(kind, out.ctypes.data + chunk.low * out.itemsize)
+            for kind, out in zip(types, outs, strict=True)
+        ]
+        receives = ffi.new("uint32_t *")
+        count = self._lib.kv_fetch_take(self._fetcher.handle, chunk.request_id, *pointers, receives)
+        return max(0, count), receives[0]
+
+    async def _abandon(
+        self,
+        flying: deque[_Chunk],
+        outs: tuple[NDArray[Any] | None, ...],
+        keep: object,
+        let_go: Callable[[int, int, int], None] | None,
+    ) -> None:
+        """Let go of what is on its way; returns once no destination is touched any more, whatever is cancelled
+        meanwhile.
+        """
+        receiving: list[int] = []
+        for chunk in flying:
+            self._worker.forget(chunk.request_id)
+            if chunk.future is not None and chunk.future.done() and not chunk.future.cancelled():
+                chunk.future.exception()  # seen: the first one's is on its way to the caller
+            in_flight, receives = self._take(chunk, outs)
+            if in_flight:
+                self._fetcher.kept[chunk.request_id] = keep
+                if let_go is not None:
+                    let_go(chunk.request_id, chunk.low, chunk.high)
+            if receives:
+                receiving.append(chunk.request_id)
+        if not receiving:
+            return
+        task = asyncio.ensure_future(self._quiesce(receiving))
+        while not task.done():
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError:
+                continue  # bounded by _quiesce; the caller's own exception is on its way already
+        task.result()
+
+    async def _quiesce(self, receiving: list[int]) -> None:
+        """Wait until these requests' receives are over; by force if need be."""
+        worker, kept = self._worker, self._fetcher.kept
+        until = time.monotonic_ns() + _QUIET_NS
+        while worker.is_open and any(i in kept for i in receiving):
+            if time.monotonic_ns() > until:
+                break
+            worker.progress()
+            await asyncio.sleep(0)
+        else:
+            return
+        await self._endpoint.aclose(force=True, deadline_ns=time.monotonic_ns() + _QUIET_NS)
+        if worker.is_open:
+            worker.progress()
+        if any(i in kept for i in receiving):
+            worker.abort(PeerLost("a receive could not be ended; the worker was destroyed to protect its memory"))
+
+    # ---- the end
+
+    def lost(self, reason: TransportError | None = None) -> None:
+        """The node is gone (the control connection's news, or UCX's): every key without an answer is UNAVAILABLE
+        now.
+        """
+        if self.error is not None:
+            return
+        self.error = reason or PeerLost("the node is gone")
+        handle = self._endpoint.handle_or_none
+        if handle is not None and self._worker.is_open and self._fetcher.handle is not None:
+            self._lib.kv_fetch_endpoint_gone(self._fetcher.handle, handle)
+            self._worker.kick()
+
+    async def aclose(self, *, deadline_ns: int | None = None) -> None:
+        """End every request (UNAVAILABLE) and close the endpoint. Idempotent."""
+        self.lost(Closed("this data client is closed"))
+        await self._endpoint.aclose(force=True, deadline_ns=deadline_ns)
+
+    def _pointers(self, first: NDArray[Any], addr: NDArray[Any], length: NDArray[Any]) -> tuple[Any, Any, Any]:
+        ffi = self._ffi
+        return (
+            ffi.from_buffer("uint32_t[]", first),
+            ffi.from_buffer("uint64_t[]", addr),
+            ffi.from_buffer("uint64_t[]", length),
+        )
+
+
+def _keys_count(keys: bytes) -> int:
+    if len(keys) % 16:
+        raise UsageError(f"{len(keys)} bytes of keys; a key has 16")
+    return len(keys) // 16
+
+
+def _pieces(n: int, first: Any, addr: Any, length: Any) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    first = np.ascontiguousarray(first, "<u4")
+    addr = np.ascontiguousarray(addr, "<u8")
+    length = np.ascontiguousarray(length, "<u8")
+    if first.shape != (n + 1,) or addr.shape != length.shape or addr.ndim != 1:
+        raise UsageError(
+            f"{n} values: first is u32[{n + 1}], not {first.shape}; {addr.shape} addresses, {length.shape}"
+        )
+    if (np.diff(first.astype(np.int64)) < 0).any() or int(first[-1]) > len(addr):
+        raise UsageError("first does not grow from piece to piece, or ends past the pieces")
+    return first, addr, length
+
+
+def _bytes_before(first: NDArray[Any], length: NDArray[Any]) -> NDArray[Any]:
+    total = np.zeros(len(length) + 1, np.int64)
+    np.cumsum(length, out=total[1:])
+    return np.asarray(total[first] - total[first[0]])
+
+
+def _chunk_end(before: NDArray[Any], low: int, n: int) -> int:
+    """First key that is not in the chunk that begins at low: at least one key, at most 2 MiB or 1,024 keys."""
+    high = int(np.searchsorted(before, before[low] + _CHUNK_BYTES, side="right")) - 1
+    return max(low + 1, min(high, low + _CHUNK_KEYS, n))
