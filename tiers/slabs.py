@@ -10,7 +10,7 @@ Invariants (`check()` verifies all of them):
 - `free` refuses what is not a live allocation's offset, duplicates too, and then changes nothing.
 
 Cost: 3 bytes a slot plus about 300 a slab (2 MiB usually), 8 bytes a unit; no Python object per slot. Taking or freeing
-a slot is O(1), some 0.2 us in a batch; finding a free extent is a bit scan over bins of like-sized ones.
+a slot is O(1), well under 1 us in a batch; finding a free extent is a bit scan over bins of like-sized ones.
 
 Source: the slab idea, Bonwick (USENIX 1994); bins by size with a bit mask, Masmano et al., "TLSF" (ECRTS 2004).
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ucxkv.tiers import segments
 from ucxkv.tiers.base import SetupFailed
 from ucxkv.tiers.host_memory import HUGE_PAGE_BYTES, HostMemory
 from ucxkv.tiers.segments import HostSegment, MappedSegment
@@ -169,6 +171,20 @@ def test_reserved_pages_that_somebody_took_are_not_fatal() -> None:
     with HostSegment.create(4 * MIB, "ucxkv-race", memory=liar) as segment:
         assert len(segment.view) == 4 * MIB
     assert _fds() == before
+
+
+def test_a_kernel_that_knows_none_of_the_advice_still_gets_every_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: kernels before 5.14 and 6.1 work, in small pages. Method: madvise refuses everything; count blocks."""
+    monkeypatch.setattr(segments._Mapping, "advise", lambda *unused: errno.EINVAL)
+    with (
+        HostSegment.create(4 * MIB, "ucxkv-old") as segment,
+        MappedSegment(segment.fd, 4 * MIB, writable=True) as mapped,
+    ):
+        assert segment.page_kind == "small" and os.fstat(segment.fd).st_blocks * 512 >= 4 * MIB
+        mapped.view[4 * MIB - 1] = 3
+        assert segment.view[4 * MIB - 1] == 3 and not any(segment.view[: 4 * MIB - 1 : 1024])
+    with pytest.raises(SetupFailed, match="huge"):
+        HostSegment.create(4 * MIB, "ucxkv-old", "require")
 
 
 def _machine(root: Path, files: dict[str, str]) -> HostMemory:
