@@ -54,6 +54,7 @@ driver() {
 }
 
 check_host() { driver host 100 tests/native/host_check.c; }
+check_slots() { driver slots 100 tests/native/slots_check.c -Iucxkv/directory; }
 
 # ---- one function per native file; new ones are found by their name
 

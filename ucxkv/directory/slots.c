@@ -216,6 +216,7 @@ uint64_t slots_hide(kv_writer *w, uint64_t n, const void *idx) {
         w->used--;
         done++;
     }
+    value_fence(); /* the new versions come before whatever is written over the values next */
     return done;
 }
 

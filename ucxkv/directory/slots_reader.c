@@ -108,7 +108,7 @@ static uint8_t read_key(const kv_table *t, const kv_region *regions, uint64_t n_
         if (!src) return KV_UNMAPPED;
         if (slot->length != want) return KV_SIZE;
         if (!copy_pieces(iov, pieces, src, cancel, &sum)) return KV_CANCELLED;
-        atomic_thread_fence(memory_order_acquire); /* the value's loads come before the version's */
+        value_fence(); /* the value's loads come before the version's */
         if (version_is(t, at, slot->version)) return sum == slot->sum ? KV_HIT : KV_CORRUPT;
     }
     kv_slot now;
