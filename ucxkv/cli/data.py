@@ -44,12 +44,13 @@ def status(
 
 
 def _print_status(nodes: list[NodeStatus]) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="nodes")
-    for heading in ("node", "address", "up", "blocks", "used", "free", "leases", "clients", "evicted", "pages"):
-        table.add_column(heading, justify="left" if heading in ("node", "address", "pages") else "right")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for heading in ("node", "address", "up", "blocks", "used", "free", "leases", "clients", "evicted"):
+        table.add_column(heading, justify="left" if heading in ("node", "address") else "right", overflow="fold")
     for node in nodes:
         number = node.numbers.get
         table.add_row(
@@ -62,9 +63,12 @@ def _print_status(nodes: list[NodeStatus]) -> None:
             f"{number('leases', 0):.0f}",
             f"{number('connections', 0):.0f}",
             f"{number('evicted', 0):.0f}",
-            node.facts.get("pages", ""),
         )
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for node in nodes:
+        facts = ", ".join(f"{name} {value}" for name, value in node.facts.items())
+        console.print(f"{node.name}: ucxkv {node.version}, {facts}", style="dim", markup=False)
 
 
 def put(
