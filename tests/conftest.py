@@ -26,10 +26,10 @@ def node() -> Iterator[NodeProcess]:
         yield node
 
 
-@pytest.fixture
-async def kv(shared_node: NodeProcess) -> AsyncIterator[ucxkv.Client]:
-    """A client of the shared node."""
-    async with ucxkv.connect(shared_node.address) as client:
+@pytest.fixture(params=["mapped", "message", "network"])
+async def kv(shared_node: NodeProcess, request: pytest.FixtureRequest) -> AsyncIterator[ucxkv.Client]:
+    """A client of the shared node, over each path in turn: the same promises hold on all of them."""
+    async with ucxkv.connect(shared_node.address, path=request.param) as client:
         yield client
 
 

@@ -44,7 +44,6 @@ class Caller:
     role: str
     name: str
     token: str = ""
-    data_address: bytes = b""
 
 
 @dataclass(slots=True)
@@ -150,7 +149,6 @@ async def _shake_hands(
         pid=os.getpid(),
         nonce=nonce,
         want_memory=want_memory,
-        data_address=caller.data_address,
     )
     reply = await connection.request_message(hello.CODE, encode(hello), deadline_ns)
     try:

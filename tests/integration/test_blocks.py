@@ -11,7 +11,7 @@ import pytest
 import ucxkv
 from tests.conftest import blocks, keys
 from tests.harness import NodeProcess
-from ucxkv import DeleteStatus, PutStatus, ReadStatus
+from ucxkv import DeleteStatus, PathKind, PutStatus, ReadStatus
 
 
 async def test_a_chain_that_was_put_is_read_back_whole(kv: ucxkv.Client) -> None:
@@ -100,6 +100,10 @@ async def test_a_view_is_the_nodes_own_memory_under_a_lease(kv: ucxkv.Client) ->
     """Goal: zero copies, read-only, and the block stays while it is viewed. Method: view, delete it, read the view."""
     (key,), value = keys(1), os.urandom(100_000)
     await kv.put(key, value)
+    if kv.peers()[0].path is not PathKind.MAPPED:
+        with pytest.raises(ucxkv.UsageError, match="mapped"):
+            await kv.view(key)
+        return
     view = await kv.view(key)
     assert view is not None and view.valid and view.data.readonly
     assert (await kv.delete([key])).tolist() == [DeleteStatus.DELETED]

@@ -36,7 +36,7 @@ from ucxkv.keys import Keys, as_key, as_key_array
 from ucxkv.memory import locate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     import numpy.typing as npt
 
@@ -59,7 +59,7 @@ class BlockCalls:
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
         self._is_open = True
-        self._on_close: list[Callable[[], None]] = []
+        self._on_close: list[Callable[[], Awaitable[None]]] = []
         self._busy = 0
         self._idle = asyncio.Event()
         self.counts = {
@@ -283,11 +283,11 @@ class BlockCalls:
         lengths = np.zeros(n, np.uint64)
         for link, indices in plan(self._router, rows, root):
             try:
-                records, found = await link.path.lookup(rows[indices].tobytes(), deadline_ns)
+                found, sizes, _ = await link.path.lookup(rows[indices].tobytes(), deadline_ns)
             except errors.Unavailable:
                 continue
             there = found.astype(np.bool_)
-            lengths[indices[there]] = records["length"][there]
+            lengths[indices[there]] = sizes[there]
         buffers = [bytearray(length) for length in lengths.tolist()]
         status, sizes, sources = await read_blocks(self._router, rows, as_destinations(buffers, n), root, deadline_ns)
         changed = np.flatnonzero(status == ReadStatus.SIZE)

@@ -21,7 +21,7 @@ from ucxkv.keys import Keys, as_key
 from ucxkv.protocol import messages as m
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
     from types import TracebackType
 
     import numpy.typing as npt
@@ -82,10 +82,10 @@ class Client(BlockCalls):
         blocks, holder = best
         tiers, lengths = np.zeros(blocks, np.uint8), np.zeros(blocks, np.float64)
         if holder is not None:
-            records, found = await holder.path.lookup(rows[:blocks].tobytes(), deadline_ns)
+            found, sizes, tier = await holder.path.lookup(rows[:blocks].tobytes(), deadline_ns)
             gone = np.flatnonzero(found == 0)
             blocks = int(gone[0]) if len(gone) else blocks
-            tiers, lengths = records["tier"][:blocks].copy(), records["length"][:blocks].astype(np.float64)
+            tiers, lengths = tier[:blocks].copy(), sizes[:blocks].astype(np.float64)
             self._router.remember(rows[0].tobytes(), holder)
         return Match(blocks, tiers, lengths / _ASSUMED_LOAD_BYTES_S)
 
@@ -222,9 +222,9 @@ class Client(BlockCalls):
                 pass
         await self._router.aclose()
         for callback in self._on_close:
-            callback()
+            await callback()
 
-    def on_close(self, callback: Callable[[], None]) -> None:
+    def on_close(self, callback: Callable[[], Awaitable[None]]) -> None:
         """Call this once, after the nodes were left: for what was made on this client's behalf."""
         self._on_close.append(callback)
 

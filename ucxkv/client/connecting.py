@@ -46,7 +46,7 @@ class Connect:
                 from ucxkv.client.message import MessageEngine
 
                 engine = MessageEngine(self._ucx_library)
-                client.on_close(engine.close)
+                client.on_close(engine.aclose)
             return engine
 
         options = LinkOptions(
@@ -84,7 +84,8 @@ def connect(
     """Connect to the cluster that the nodes at `addresses` belong to ("host:port", "[ipv6]:port", "unix:@name").
 
     One address that answers is enough; the others of the cluster are learnt from it. token: shared secret, default the
-    environment's UCXKV_TOKEN. path: "auto" (mapped memory on the same host, else UCX messages), "mapped" or "message".
+    environment's UCXKV_TOKEN. path: "auto" (mapped memory on the same host, else UCX messages), "mapped",
+    "message" or "network".
     timeout_s: deadline of connecting, and of every call that gives none of its own. ucx_library: libucp to use for
     messages.
     """

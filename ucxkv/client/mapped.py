@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ucxkv.buffers import Pieces
-    from ucxkv.directory import Found, Records
+    from ucxkv.directory import Found
     from ucxkv.protocol import messages as m
 
 __all__ = ["MappedPath"]
@@ -108,9 +108,10 @@ class MappedPath:
             if self._is_closed and not self._running:
                 self._unmap()
 
-    async def lookup(self, keys: bytes, deadline_ns: int | None) -> tuple[Records, U8]:
+    async def lookup(self, keys: bytes, deadline_ns: int | None) -> tuple[U8, U64, U8]:
         """See Path."""
-        return self._reader.lookup(keys)
+        records, found = self._reader.lookup(keys)
+        return found, records["length"].astype(np.uint64), records["tier"]
 
     async def exists(self, keys: bytes, deadline_ns: int | None) -> U8:
         """See Path."""

@@ -2,7 +2,9 @@
 
 The path is chosen by what works, in this order: the node's memory mapped (same host, same network namespace,
 permitted), then
-UCX active messages to the node's data thread. `path="mapped"` or `"message"` demands one of them.
+UCX active messages to the node's data thread. `path="mapped"` or `"message"` demands one of them; `"network"` is
+messages
+as to another host, also on the same one (UCX's peer mode: TCP, or RDMA where there is a device).
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ from ucxkv.tiers.base import TierError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ucxkv.client.message import MessageEngine
+    from ucxkv.client.message import MessageEngine, MessagePath
     from ucxkv.client.path import Path
+    from ucxkv.protocol import messages as m
     from ucxkv.transport.control import Handler
 
 __all__ = ["PATHS", "LinkOptions", "open_link"]
 
-PATHS = ("auto", "mapped", "message")
+PATHS = ("auto", "mapped", "message", "network")
 _INLINE_WAIT_US = 60
 
 log = structlog.get_logger("ucxkv.client")
@@ -78,25 +81,39 @@ async def open_link(address: str, options: LinkOptions, deadline_ns: int) -> Nod
 async def _choose(
     dialed: Dialed, address: str, caller: Caller, options: LinkOptions, deadline_ns: int
 ) -> tuple[Path, Dialed, str]:
-    why_not = "the caller asked for the message path"
-    if options.path != "message":
-        try:
-            mapped, local = await _map(dialed, caller, options, deadline_ns)
-        except (errors.UcxKvError, TierError, SlotTableError, OSError) as exc:
+    is_local, why_not = False, f'the caller asked for path="{options.path}"'
+    try:
+        if options.path == "network":
+            raise errors.Unavailable(why_not)
+        local = await _dial_local(dialed.welcome, caller, options, deadline_ns)
+    except errors.UcxKvError as exc:
+        if options.path != "message":
             why_not = str(exc)
-            if options.path == "mapped":
-                raise errors.SetupError(
-                    f"the memory of the node at {address} cannot be mapped: {why_not}",
-                    fix='run client and node on one host as one user, or use path="auto"',
-                ) from exc
-        else:
-            return mapped, local, mapped.why
-    message = await _message(dialed, options, deadline_ns, why_not)
-    return message, dialed, f"active messages: {why_not}"
+    else:
+        dialed.connection.abort()
+        dialed, is_local = local, True
+        if options.path != "message":
+            try:
+                fds, dialed.fds = dialed.fds, ()
+                return MappedPath(dialed.welcome, fds), dialed, "same host: the node handed out its memory"
+            except (TierError, SlotTableError, OSError) as exc:
+                why_not = str(exc)
+    if options.path == "mapped":
+        dialed.connection.abort()
+        raise errors.SetupError(
+            f"the memory of the node at {address} cannot be mapped: {why_not}",
+            fix='run client and node on one host as one user, or use path="auto"',
+        )
+    try:
+        path = await _open_messages(dialed, options, deadline_ns, why_not, is_local=is_local)
+    except BaseException:
+        dialed.connection.abort()
+        raise
+    return path, dialed, f"messages over {path.over}: {why_not}"
 
 
-async def _map(dialed: Dialed, caller: Caller, options: LinkOptions, deadline_ns: int) -> tuple[MappedPath, Dialed]:
-    welcome = dialed.welcome
+async def _dial_local(welcome: m.Welcome, caller: Caller, options: LinkOptions, deadline_ns: int) -> Dialed:
+    """The same node through its local socket: proof that it is on this host, and where descriptors can travel."""
     if welcome.host != host_identity():
         raise errors.Unavailable("the node runs on another host")
     if not welcome.local_name:
@@ -106,24 +123,20 @@ async def _map(dialed: Dialed, caller: Caller, options: LinkOptions, deadline_ns
         caller,
         deadline_ns,
         handler=options.handler,
-        want_memory=True,
+        want_memory=options.path in ("auto", "mapped"),
         inline_wait_us=_INLINE_WAIT_US,
     )
-    try:
-        if local.welcome.node_id != welcome.node_id:
-            raise errors.Unavailable("another node answers on the local socket")
-        fds, local.fds = local.fds, ()
-        path = MappedPath(local.welcome, fds)
-    except BaseException:
+    if local.welcome.node_id != welcome.node_id:
         for fd in local.fds:
             os.close(fd)
         local.connection.abort()
-        raise
-    dialed.connection.abort()
-    return path, local
+        raise errors.Unavailable("another node answers on the local socket")
+    return local
 
 
-async def _message(dialed: Dialed, options: LinkOptions, deadline_ns: int, why_not: str) -> Path:
+async def _open_messages(
+    dialed: Dialed, options: LinkOptions, deadline_ns: int, why_not: str, *, is_local: bool
+) -> MessagePath:
     welcome = dialed.welcome
     if not welcome.data_address:
         raise errors.SetupError(
@@ -132,4 +145,4 @@ async def _message(dialed: Dialed, options: LinkOptions, deadline_ns: int, why_n
             needed="one of the two",
             fix="run the client on the node's host, or start the node with a UCX library (see `ucxkv doctor`)",
         )
-    return await options.engine().open_path(welcome, deadline_ns)
+    return await options.engine().open_path(welcome, dialed.connection, is_local=is_local, deadline_ns=deadline_ns)

@@ -14,7 +14,6 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from ucxkv.buffers import Pieces
     from ucxkv.client.results import PathKind
-    from ucxkv.directory import Records
 
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
@@ -58,8 +57,8 @@ class Path(Protocol):
     async def read(self, keys: bytes, pieces: Pieces, deadline_ns: int | None) -> tuple[U8, U64]:
         """Read n blocks into their destinations: (ReadStatus u8[n], stored lengths u64[n])."""
 
-    async def lookup(self, keys: bytes, deadline_ns: int | None) -> tuple[Records, U8]:
-        """The slots of n keys (zeroed where not visible) and found u8[n]."""
+    async def lookup(self, keys: bytes, deadline_ns: int | None) -> tuple[U8, U64, U8]:
+        """Of n keys: visible u8[n], stored bytes u64[n], tier u8[n] (zero where not visible)."""
 
     async def exists(self, keys: bytes, deadline_ns: int | None) -> U8:
         """1 where visible, u8[n]."""

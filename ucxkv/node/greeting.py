@@ -48,7 +48,6 @@ class Greeter:
         if hello.role not in ("client", "node"):
             raise errors.UsageError(f"role {hello.role!r}; a caller is a client or a node")
         session.role, session.name, session.host = hello.role, hello.name, hello.host
-        session.data_address = hello.data_address
         session.hello_wants_memory = hello.want_memory
         if not self._token:
             return self._open(session)

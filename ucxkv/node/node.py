@@ -17,6 +17,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
 import structlog
 
 from ucxkv import errors
@@ -46,6 +47,7 @@ __all__ = ["Node"]
 
 _GREETING_FRAME_BYTES = 64 << 10
 _TICK_S = 0.05
+_TASKS_MAX = 64
 
 log = structlog.get_logger("ucxkv.node")
 
@@ -151,7 +153,7 @@ class Node:
         for session in list(self._gone.values()):
             self._release(session)
         if hasattr(self, "service"):
-            await asyncio.to_thread(self.service.close)
+            self.service.close()
         if hasattr(self, "store"):
             self.store.close()
         if was_open:
@@ -197,7 +199,9 @@ class Node:
         if self.sessions.pop(session.id, None) is None:
             session.close_pidfd()
             return
-        self.service.close_session(session.id)
+        if self.service.serves(session.id):
+            self._spawn(self._end_data(session))
+            return
         may_write = before is SessionState.OPEN and session.has_memory
         quarantined = self.store.close_session(session.id, may_still_write=may_write, now_ns=time.monotonic_ns())
         log.debug("session.end", name=session.name, pid=session.pid, quarantined_bytes=quarantined)
@@ -217,7 +221,6 @@ class Node:
     def _welcome(self, session: Session) -> m.Welcome:
         self.sessions[session.id] = session
         session.connection.max_frame_bytes = 64 << 20
-        self.service.open_session(session.id)
         return m.Welcome(
             wire_version=WIRE_VERSION,
             version=VERSION,
@@ -265,7 +268,7 @@ class Node:
         now_ns = time.monotonic_ns()
         match request:
             case m.Put():
-                return self.store.put(session.id, request, now_ns)
+                return self._put(session, request, now_ns)
             case m.Touch():
                 self.store.touch(request.keys, now_ns)
                 return None
@@ -275,7 +278,11 @@ class Node:
                 self._later(message, session, self._put_foreign(session, request))
                 return None
             case m.PutPart():
+                self._revoke(session, request.offsets)
                 return self.store.put_part(session.id, request, None, now_ns)
+            case m.OpenData():
+                self._later(message, session, self._open_data(session, request))
+                return None
             case m.LeaseKeys():
                 return self.store.lease(session.id, request, now_ns)
             case m.Renew():
@@ -291,6 +298,7 @@ class Node:
                 self.store.damaged(request.keys, now_ns)
                 return None
             case m.Return():
+                self._revoke(session, request.offsets)
                 self.store.take_back(session.id, request)
                 return None
             case m.Bye():
@@ -330,9 +338,7 @@ class Node:
 
     def _later(self, message: ControlMessage, session: Session, answer: Coroutine[object, object, Message]) -> None:
         """Answer when the coroutine is done."""
-        task = asyncio.create_task(self._answer_later(message, session, answer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._spawn(self._answer_later(message, session, answer))
 
     async def _answer_later(
         self, message: ControlMessage, session: Session, coroutine: Coroutine[object, object, Message]
@@ -347,7 +353,7 @@ class Node:
 
     def _granted(self, session: Session, request: m.Grant, now_ns: int) -> m.Granted:
         answer, short = self.store.grant(session.id, request.length, request.count, now_ns)
-        self.service.lend(session.id, answer)
+        self._lend(session, answer.capacity, answer.offsets)
         if short:
             self.after_grace()
             for member in self.peers.members():
@@ -355,15 +361,45 @@ class Node:
                     self._spawn_reclaim(member.node_id, short)
         return answer
 
+    def _put(self, session: Session, request: m.Put, now_ns: int) -> m.PutDone:
+        self._revoke(session, request.offsets)
+        answer = self.store.put(session.id, request, now_ns)
+        self._lend(session, answer.refill_capacity, answer.refill_offsets)
+        return answer
+
+    def _lend(self, session: Session, capacity: int, offsets: bytes) -> None:
+        if self.service.serves(session.id):
+            self.service.grant(session.id, np.frombuffer(offsets, np.uint64).tolist(), capacity)
+
+    def _revoke(self, session: Session, offsets: bytes) -> None:
+        """Before extents of a message session get a new meaning: it writes them no more."""
+        if self.service.serves(session.id) and not self.service.revoke(session.id, offsets):
+            raise errors.UsageError("these extents are still being written; commit after the writes were answered")
+
+    async def _open_data(self, session: Session, request: m.OpenData) -> Message:
+        await self.service.open_session(session.id, request, time.monotonic_ns() + 5_000_000_000)
+        return m.Done()
+
+    async def _end_data(self, session: Session) -> None:
+        """Close a message session's data path; what it could still write stays out of use."""
+        is_clean = await self.service.close_session(session.id)
+        self.store.close_session(session.id, may_still_write=not is_clean, now_ns=time.monotonic_ns())
+        if not is_clean:
+            log.error("session.stuck", name=session.name, session=session.id)
+        session.close_pidfd()
+
     def _spawn_reclaim(self, node_id: int, nbytes: int) -> None:
         async def reclaim() -> None:
             with contextlib.suppress(errors.UcxKvError):
                 await self.peers.ask(node_id, m.Reclaim(nbytes=nbytes), time.monotonic_ns() + 1_000_000_000)
 
-        if len(self._tasks) < 64:
-            task = asyncio.create_task(reclaim())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        if len(self._tasks) < _TASKS_MAX:
+            self._spawn(reclaim())
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _join(self, request: m.Join) -> Message:
         await self.peers.add(request.member)

@@ -1,38 +1,136 @@
-"""The node's data service: look-ups, reads and writes by UCX message, answered in C without this interpreter."""
+"""The node's data service as the node uses it: look-ups, reads and writes by UCX message, answered in C.
+
+Optional: a host without a usable UCX serves clients that map its memory, says why the message path is off, and goes on.
+An extent is writable by a message session exactly while it is granted to it; `revoke` before it gets a new meaning.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+import structlog
+
+from ucxkv import errors
+from ucxkv.transport.base import TransportError
+
 if TYPE_CHECKING:
     from ucxkv.node.config import NodeConfig
     from ucxkv.node.store import HostStore
     from ucxkv.protocol import messages as m
+    from ucxkv.transport.memory import MemoryRegion
+    from ucxkv.transport.service import DataService
+    from ucxkv.transport.ucx import Context
+
+__all__ = ["Service"]
+
+OWN_REGION = 0
+
+log = structlog.get_logger("ucxkv.node")
 
 
 class Service:
-    """Off: this build has no data service yet."""
+    """The data service of one node; `address` is empty and `why_off` says why while it is off."""
 
     def __init__(self, config: NodeConfig, store: HostStore) -> None:
         self.address = b""
-        self.why_off = "not built"
+        self.why_off = ""
+        self._context: Context | None = None
+        self._region: MemoryRegion | None = None
+        self._data: DataService | None = None
+        self._sessions: set[int] = set()
+        if not config.message_path:
+            self.why_off = "switched off by message_path = false"
+            return
+        try:
+            self._start(config, store)
+        except (TransportError, errors.SetupError, ImportError, OSError) as exc:
+            self.why_off = str(exc)
+            self._stop()
+            log.warning("service.off", why=self.why_off)
 
-    def open_session(self, session: int) -> None:
-        """A session may use the service."""
+    def _start(self, config: NodeConfig, store: HostStore) -> None:
+        from ucxkv.transport.memory import MemoryRegion
+        from ucxkv.transport.service import DataService
+        from ucxkv.transport.ucx import Context
 
-    def close_session(self, session: int) -> None:
-        """A session ended: when this returns nothing of it writes here any more."""
+        self._context = Context(is_shared=True, library_path=config.ucx_library or None)
+        self._region = MemoryRegion.at(self._context, store.segment.address, store.segment.size_bytes, store.segment)
+        resolve, context = store.resolver()
+        self._data = DataService(self._context, resolve, context)
+        self._data.lend(OWN_REGION, self._region)
+        self.address = self._data.address
 
-    def lend(self, session: int, granted: m.Granted) -> None:
-        """Extents the session may write."""
+    def serves(self, session: int) -> bool:
+        """Whether this session uses the service."""
+        return session in self._sessions
+
+    async def open_session(self, session: int, request: m.OpenData, deadline_ns: int) -> None:
+        """Let a session in; its client's worker is at `request.address`. Raises SetupError, Unavailable."""
+        if self._data is None:
+            raise errors.SetupError(f"the message path of this node is off: {self.why_off}")
+        self._sessions.add(session)
+        try:
+            await self._data.open_session(
+                session,
+                request.address,
+                is_peer_mode=request.is_peer_mode,
+                is_eager_only=request.is_eager_only,
+                deadline_ns=deadline_ns,
+            )
+        except TransportError as exc:
+            self._sessions.discard(session)
+            raise errors.Unavailable(f"the data service cannot reach the client: {exc}") from exc
+
+    async def close_session(self, session: int) -> bool:
+        """End a session; True when nothing of it can write here any more."""
+        if session not in self._sessions or self._data is None:
+            return True
+        self._sessions.discard(session)
+        try:
+            return await self._data.close_session(session)
+        except TransportError:
+            return self._data is None  # the service's end ended every transfer
+
+    def grant(self, session: int, offsets: list[int], capacity: int) -> None:
+        """Let a session write these extents."""
+        if self._data is not None and session in self._sessions and offsets:
+            n = len(offsets)
+            self._data.grant(session, np.zeros(n, np.uint16), offsets, np.full(n, capacity, np.uint64))
+
+    def revoke(self, session: int, offsets: bytes) -> bool:
+        """Take extents back from a session before they get a new meaning; False when one is being written right now."""
+        if self._data is None or session not in self._sessions or not offsets:
+            return True
+        where = np.frombuffer(offsets, np.uint64)
+        status = self._data.revoke(session, np.zeros(len(where), np.uint16), where)
+        return bool((status != 1).all())
 
     def numbers(self) -> dict[str, float]:
-        """Counters."""
-        return {}
+        """The service's counters, each named `message_...`."""
+        if self._data is None:
+            return {}
+        return {f"message_{name}": value for name, value in self._data.counters()._asdict().items()}
 
     def facts(self) -> dict[str, str]:
-        """Which UCX."""
-        return {}
+        """Which UCX serves, or why none."""
+        if self._context is None:
+            return {"ucx": f"off: {self.why_off}"}
+        library = self._context.library
+        return {"ucx": f"{library.version_text} ({library.source})", "ucx_path": str(library.directory)}
+
+    def _stop(self) -> None:
+        data, self._data = self._data, None
+        if data is not None:
+            data.close()
+        if self._region is not None:
+            self._region.close()
+            self._region = None
+        if self._context is not None:
+            self._context.close()
+            self._context = None
 
     def close(self) -> None:
-        """Stop."""
+        """Stop the thread and give everything back. Idempotent."""
+        self.address = b""
+        self._stop()

@@ -40,7 +40,6 @@ class Session:
     __slots__ = (
         "caller_nonce",
         "connection",
-        "data_address",
         "has_memory",
         "hello_wants_memory",
         "host",
@@ -66,7 +65,6 @@ class Session:
         self.hello_wants_memory = False
         self.nonce = b""
         self.caller_nonce = b""
-        self.data_address = b""
 
     @property
     def is_open(self) -> bool:

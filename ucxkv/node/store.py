@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from ucxkv import errors
-from ucxkv.directory import Directory, PutStatus, SlotTable, events, table_bytes
+from ucxkv.directory import Directory, PutStatus, SlotReader, SlotTable, events, table_bytes
 from ucxkv.directory.invariants import held_extents
 from ucxkv.node.regions import RegionTable
 from ucxkv.policy import LruPolicy
@@ -69,6 +69,7 @@ class HostStore:
         self._surrendered: dict[int, list[Extent]] = {}
         self._readonly_table_fd = self.table_segment.readonly_fd()
         self.value_bytes_max = min(self.segment.size_bytes, (1 << 32) - 1)
+        self.directory.reader.map_region(OWN_SEGMENT, self.segment.address, self.segment.size_bytes)
         self.counts = {
             "puts": 0,
             "stored": 0,
@@ -389,6 +390,13 @@ class HostStore:
                 self._surrendered.setdefault(node, []).append(Extent(self._regions.segment_of(region), offset, 0))
         if own:
             self.slabs.free(own)
+
+    def resolver(self) -> tuple[int, int]:
+        """(function, context) addresses of a `kv_resolve_fn` over this shard. Raises SetupError without the C table."""
+        reader = self.directory.reader
+        if not isinstance(reader, SlotReader):
+            raise errors.SetupError("the message path needs the native slot table", fix="install with a C compiler")
+        return reader.resolver()
 
     def regions(self) -> list[m.SegmentInfo]:
         """The shard's region table."""

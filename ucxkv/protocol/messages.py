@@ -8,7 +8,8 @@ Arrays travel as raw little-endian bytes so that nothing is boxed a key: `keys` 
 | direction | request -> answer |
 |---|---|
 | any -> node | Hello -> Welcome, or Challenge; Proof -> Welcome |
-| client -> node | Grant -> Granted; Put, PutPart -> PutDone; LeaseKeys -> Leased; Renew, Release -> Done; Delete
+| client -> node | OpenData -> Done; Grant -> Granted; Put, PutPart -> PutDone; LeaseKeys -> Leased; Renew, Release
+-> Done; Delete
 -> Statuses |
 | client -> node | ListKeys -> KeyPage; GetStatus -> NodeReport; GetRegions -> Regions; GetMembers, Join -> Members |
 | client -> node, one way | Touch, Return, Damaged, Bye |
@@ -53,7 +54,6 @@ class Hello(Message, frozen=True):
     pid: UInt
     nonce: bytes
     want_memory: bool = False  # on a Unix socket: pass the descriptors of the slot table and the segments
-    data_address: bytes = b""  # the caller's UCX worker address, for the message path
 
 
 class Challenge(Message, frozen=True):
@@ -354,6 +354,17 @@ class Return(Message, frozen=True):
     CODE: ClassVar[int] = 37
     regions: bytes
     offsets: bytes
+
+
+class OpenData(Message, frozen=True):
+    """Open the data path of this connection: the caller's UCX worker address, and how its endpoint is made.
+    Answer: Done.
+    """
+
+    CODE: ClassVar[int] = 39
+    address: bytes
+    is_peer_mode: bool
+    is_eager_only: bool
 
 
 class Damaged(Message, frozen=True):
