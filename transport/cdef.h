@@ -91,6 +91,9 @@ int32_t kv_fetch_lookup(kv_fetcher *f, kv_endpoint *e, uint64_t session, uint64_
 int32_t kv_fetch_write(kv_fetcher *f, kv_endpoint *e, uint64_t session, uint64_t id, uint32_t n, const uint32_t *first,
                        const uint64_t *addr, const uint64_t *len, const uint16_t *region, const uint64_t *offset,
                        uint32_t fragment, ucp_mem_h memh, uint64_t spin_ns);
+int kv_pieces_fit(uint32_t n, const uint32_t *first, uint32_t pieces);
+uint32_t kv_chunk_end(uint32_t n, const uint32_t *first, const uint64_t *len, uint32_t low, uint64_t max_bytes,
+                      uint32_t max_values);
 int64_t kv_fetch_take(kv_fetcher *f, uint64_t id, uint8_t *status, uint64_t *length, uint64_t *generation,
                       kv_found *found, uint32_t *receives);
 void kv_fetch_endpoint_gone(kv_fetcher *f, kv_endpoint *e);

@@ -79,6 +79,14 @@ class _Chunk(NamedTuple):
     future: asyncio.Future[int] | None
 
 
+class _Pieces(NamedTuple):
+    """Native views of checked arrays; they keep the arrays alive."""
+
+    first: Any
+    addr: Any
+    length: Any
+
+
 class _Fetcher:
     """The native table of requests of one worker, shared by its data clients."""
 
@@ -176,12 +184,12 @@ class DataClient:
         u64[n]. Statuses: 0 HIT, 1 MISS, 2 SIZE, 4 UNMAPPED, 5 STALE, 6 UNAVAILABLE.
         """
         n = _keys_count(keys)
-        arrays = _pieces(n, first, addr, length)
-        status = np.full(n, _UNAVAILABLE, np.uint8)
-        stored, generation = np.zeros(n, "<u8"), np.zeros(n, "<u8")
-        memh = region.handle if region is not None else self._ffi.NULL
-        view = self._ffi.from_buffer("uint8_t[]", keys)
-        p_first, p_addr, p_length = self._pointers(*arrays)
+        pieces = self._pieces(n, first, addr, length)
+        status, stored, generation = np.empty(n, np.uint8), np.zeros(n, "<u8"), np.zeros(n, "<u8")
+        status.fill(_UNAVAILABLE)
+        ffi = self._ffi
+        memh = region.handle if region is not None else ffi.NULL
+        view = ffi.from_buffer("uint8_t[]", keys)
 
         def start(request_id: int, low: int, high: int, spin_ns: int) -> int:
             return int(
@@ -192,9 +200,9 @@ class DataClient:
                     request_id,
                     high - low,
                     view + low * 16,
-                    p_first + low,
-                    p_addr,
-                    p_length,
+                    pieces.first + low,
+                    pieces.addr,
+                    pieces.length,
                     self._fragment,
                     self._sum,
                     memh,
@@ -202,16 +210,22 @@ class DataClient:
                 )
             )
 
-        outs = (status, stored, generation, None)
-        await self._run("read", n, _bytes_before(*arrays[::2]), start, outs, (keep, region), deadline_ns)
+        outs = (
+            ffi.from_buffer("uint8_t[]", status),
+            ffi.from_buffer("uint64_t[]", stored),
+            ffi.from_buffer("uint64_t[]", generation),
+            None,
+        )
+        await self._run("read", n, pieces, start, outs, (keep, region), deadline_ns)
         return status, stored, generation
 
     async def lookup(self, keys: bytes, *, deadline_ns: int | None = None) -> NDArray[Any]:
         """Where the keys are: FOUND_DTYPE[n], with status HIT or MISS (UNAVAILABLE for those without an answer)."""
         n = _keys_count(keys)
         found = np.zeros(n, FOUND_DTYPE)
-        status = np.full(n, _UNAVAILABLE, np.uint8)
-        view = self._ffi.from_buffer("uint8_t[]", keys)
+        found["status"] = _UNAVAILABLE
+        ffi = self._ffi
+        view = ffi.from_buffer("uint8_t[]", keys)
 
         def start(request_id: int, low: int, high: int, spin_ns: int) -> int:
             return int(
@@ -226,8 +240,8 @@ class DataClient:
                 )
             )
 
-        await self._run("look-up", n, np.arange(n + 1) * 40, start, (status, None, None, found), None, deadline_ns)
-        found["status"][status != _HIT] = _UNAVAILABLE
+        outs = (None, None, None, ffi.from_buffer("kv_found[]", found))
+        await self._run("look-up", n, None, start, outs, None, deadline_ns)
         return found
 
     async def write(
@@ -247,16 +261,17 @@ class DataClient:
         Returns WriteStatus u8[n]. Raises UsageError when an earlier, abandoned write to one of the extents is not over.
         """
         n = len(regions)
-        arrays = _pieces(n, first, addr, length)
+        pieces = self._pieces(n, first, addr, length)
         where, at = np.ascontiguousarray(regions, "<u2"), np.ascontiguousarray(offsets, "<u8")
         if where.shape != at.shape:
             raise UsageError(f"{where.shape} regions, {at.shape} offsets")
         extents = list(zip(where.tolist(), at.tolist(), strict=True))
         self._refuse_dirty(extents)
-        status = np.full(n, _UNAVAILABLE, np.uint8)
-        memh = region.handle if region is not None else self._ffi.NULL
-        p_first, p_addr, p_length = self._pointers(*arrays)
-        p_where, p_at = self._ffi.from_buffer("uint16_t[]", where), self._ffi.from_buffer("uint64_t[]", at)
+        status = np.empty(n, np.uint8)
+        status.fill(_UNAVAILABLE)
+        ffi = self._ffi
+        memh = region.handle if region is not None else ffi.NULL
+        p_where, p_at = ffi.from_buffer("uint16_t[]", where), ffi.from_buffer("uint64_t[]", at)
 
         def start(request_id: int, low: int, high: int, spin_ns: int) -> int:
             return int(
@@ -266,9 +281,9 @@ class DataClient:
                     self._session,
                     request_id,
                     high - low,
-                    p_first + low,
-                    p_addr,
-                    p_length,
+                    pieces.first + low,
+                    pieces.addr,
+                    pieces.length,
                     p_where + low,
                     p_at + low,
                     self._fragment,
@@ -281,9 +296,8 @@ class DataClient:
             for extent in extents[low:high]:
                 self._dirty[extent] = request_id
 
-        outs = (status, None, None, None)
-        before = _bytes_before(*arrays[::2])
-        await self._run("write", n, before, start, outs, (keep, region), deadline_ns, let_go)
+        outs = (ffi.from_buffer("uint8_t[]", status), None, None, None)
+        await self._run("write", n, pieces, start, outs, (keep, region), deadline_ns, let_go)
         return status
 
     def _refuse_dirty(self, extents: list[tuple[int, int]]) -> None:
@@ -300,9 +314,9 @@ class DataClient:
         self,
         what: str,
         n: int,
-        before: NDArray[Any],
+        pieces: _Pieces | None,
         start: Callable[[int, int, int, int], int],
-        outs: tuple[NDArray[Any] | None, ...],
+        outs: tuple[Any, ...],
         keep: object,
         deadline_ns: int | None,
         let_go: Callable[[int, int, int], None] | None = None,
@@ -317,7 +331,11 @@ class DataClient:
         try:
             while low < n or flying:
                 while low < n and len(flying) < _CHUNKS_IN_FLIGHT and self.error is None:
-                    high = _chunk_end(before, low, n)
+                    high = (
+                        min(n, low + _CHUNK_KEYS)
+                        if pieces is None
+                        else self._lib.kv_chunk_end(n, pieces.first, pieces.length, low, _CHUNK_BYTES, _CHUNK_KEYS)
+                    )
                     request_id = self._worker.next_id()
                     spin_ns = self._worker.inline_wait_ns if self._waiters + len(flying) == 0 else 0
                     code = start(request_id, low, high, spin_ns)
@@ -346,24 +364,20 @@ class DataClient:
             await self._abandon(flying, outs, keep, let_go)
             raise
 
-    def _take(self, chunk: _Chunk, outs: tuple[NDArray[Any] | None, ...]) -> tuple[int, int]:
+    def _take(self, chunk: _Chunk, outs: tuple[Any, ...]) -> tuple[int, int]:
         """Results of one request into the outputs: (operations in flight, receives among them)."""
         if self._fetcher.handle is None:
             return 0, 0
-        ffi = self._ffi
-        types = ("uint8_t *", "uint64_t *", "uint64_t *", "kv_found *")
-        pointers = [
-            ffi.NULL if out is None else ffi.cast(kind, out.ctypes.data + chunk.low * out.itemsize)
-            for kind, out in zip(types, outs, strict=True)
-        ]
-        receives = ffi.new("uint32_t *")
+        null, low = self._ffi.NULL, chunk.low
+        pointers = [null if out is None else out + low for out in outs]
+        receives = self._ffi.new("uint32_t *")
         count = self._lib.kv_fetch_take(self._fetcher.handle, chunk.request_id, *pointers, receives)
         return max(0, count), receives[0]
 
     async def _abandon(
         self,
         flying: deque[_Chunk],
-        outs: tuple[NDArray[Any] | None, ...],
+        outs: tuple[Any, ...],
         keep: object,
         let_go: Callable[[int, int, int], None] | None,
     ) -> None:
@@ -428,41 +442,24 @@ class DataClient:
         self.lost(Closed("this data client is closed"))
         await self._endpoint.aclose(force=True, deadline_ns=deadline_ns)
 
-    def _pointers(self, first: NDArray[Any], addr: NDArray[Any], length: NDArray[Any]) -> tuple[Any, Any, Any]:
-        ffi = self._ffi
-        return (
-            ffi.from_buffer("uint32_t[]", first),
-            ffi.from_buffer("uint64_t[]", addr),
-            ffi.from_buffer("uint64_t[]", length),
+    def _pieces(self, n: int, first: Any, addr: Any, length: Any) -> _Pieces:
+        first = np.ascontiguousarray(first, "<u4")
+        addr = np.ascontiguousarray(addr, "<u8")
+        length = np.ascontiguousarray(length, "<u8")
+        if first.shape != (n + 1,) or addr.shape != length.shape or addr.ndim != 1:
+            raise UsageError(
+                f"{n} values: first is u32[{n + 1}], not {first.shape}; {addr.shape} and {length.shape} pieces"
+            )
+        from_buffer = self._ffi.from_buffer
+        pieces = _Pieces(
+            from_buffer("uint32_t[]", first), from_buffer("uint64_t[]", addr), from_buffer("uint64_t[]", length)
         )
+        if not self._lib.kv_pieces_fit(n, pieces.first, len(addr)):
+            raise UsageError("first does not grow from value to value, or ends past the pieces")
+        return pieces
 
 
 def _keys_count(keys: bytes) -> int:
     if len(keys) % 16:
         raise UsageError(f"{len(keys)} bytes of keys; a key has 16")
     return len(keys) // 16
-
-
-def _pieces(n: int, first: Any, addr: Any, length: Any) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    first = np.ascontiguousarray(first, "<u4")
-    addr = np.ascontiguousarray(addr, "<u8")
-    length = np.ascontiguousarray(length, "<u8")
-    if first.shape != (n + 1,) or addr.shape != length.shape or addr.ndim != 1:
-        raise UsageError(
-            f"{n} values: first is u32[{n + 1}], not {first.shape}; {addr.shape} addresses, {length.shape}"
-        )
-    if (np.diff(first.astype(np.int64)) < 0).any() or int(first[-1]) > len(addr):
-        raise UsageError("first does not grow from piece to piece, or ends past the pieces")
-    return first, addr, length
-
-
-def _bytes_before(first: NDArray[Any], length: NDArray[Any]) -> NDArray[Any]:
-    total = np.zeros(len(length) + 1, np.int64)
-    np.cumsum(length, out=total[1:])
-    return np.asarray(total[first] - total[first[0]])
-
-
-def _chunk_end(before: NDArray[Any], low: int, n: int) -> int:
-    """First key that is not in the chunk that begins at low: at least one key, at most 2 MiB or 1,024 keys."""
-    high = int(np.searchsorted(before, before[low] + _CHUNK_BYTES, side="right")) - 1
-    return max(low + 1, min(high, low + _CHUNK_KEYS, n))

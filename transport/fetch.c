@@ -314,6 +314,27 @@ static ucs_status_t kv_on_written(void *arg, const void *header, size_t header_l
 
 /* ---- starting ---- */
 
+/* Does first[0 .. n] describe n runs of pieces, none past `pieces`? Their bytes before each are found by kv_chunk_end. */
+int kv_pieces_fit(uint32_t n, const uint32_t *first, uint32_t pieces) {
+    for (uint32_t i = 0; i < n; i++)
+        if (first[i] > first[i + 1]) return 0;
+    return first[n] <= pieces;
+}
+
+/* The first value that is not in the chunk beginning at low: at least one value, at most max_bytes or max_values. */
+uint32_t kv_chunk_end(uint32_t n, const uint32_t *first, const uint64_t *len, uint32_t low, uint64_t max_bytes,
+                      uint32_t max_values) {
+    uint64_t bytes = 0;
+    uint32_t high = low;
+    while (high < n && high - low < max_values) {
+        for (uint32_t k = first[high]; k < first[high + 1] && bytes <= max_bytes; k++)
+            bytes = len[k] > max_bytes - bytes ? max_bytes + 1 : bytes + len[k];
+        if (bytes > max_bytes && high > low) break;
+        high++;
+    }
+    return high;
+}
+
 /* A request over n values, whose pieces are iov[first[i] .. first[i + 1]) (none for a look-up). Holds one send until
  * kv_fetch_started. */
 static kv_fetch *kv_fetch_new(kv_fetcher *f, kv_endpoint *e, int kind, uint64_t id, uint32_t n, const uint32_t *first,
@@ -366,7 +387,9 @@ static int32_t kv_fetch_started(kv_fetch *r, uint64_t spin_ns) {
         uint64_t until = kv_now_ns() + spin_ns;
         for (unsigned round = 1; !done; round++) {
             ucp_worker_progress(w->ucp);
-            if (round % 16 == 0 && kv_now_ns() >= until) break;
+            if (round % 16 != 0) continue;
+            if (kv_now_ns() >= until) break;
+            kv_relax();
         }
     }
     if (done) return 0;

@@ -65,7 +65,9 @@ static void kv_spin(kv_worker *w, const int *done, uint64_t spin_ns) {
     uint64_t until = kv_now_ns() + spin_ns;
     for (unsigned round = 1; !*done; round++) {
         ucp_worker_progress(w->ucp);
-        if (round % 16 == 0 && kv_now_ns() >= until) return;
+        if (round % 16 != 0) continue;
+        if (kv_now_ns() >= until) return;
+        kv_relax();
     }
 }
 
@@ -140,7 +142,7 @@ int32_t kv_flush(kv_endpoint *e, uint64_t id, uint64_t spin_ns) {
 /* Sends header and n pieces of payload. flags: UCP_AM_SEND_FLAG_*. The header is copied, the pieces are not. */
 int32_t kv_message_send(kv_endpoint *e, uint32_t am_id, const void *header, size_t header_length, size_t n,
                         const kv_iov *pieces, uint32_t flags, ucp_mem_h memh, uint64_t id, uint64_t spin_ns) {
-    if (header_length > KV_MAX_HEADER || am_id >= KV_MAX_AM_IDS) return UCS_ERR_INVALID_PARAM;
+    if (header_length > KV_MAX_HEADER || am_id > 31) return UCS_ERR_INVALID_PARAM;
     kv_op *o = kv_op_new(e->worker, id);
     if (o == NULL) return KV_ERR_FULL;
     if (header_length) memcpy(o->header, header, header_length);

@@ -254,6 +254,8 @@ static void *kv_service_main(void *arg) {
             kv_service_sleep(s);
             kv_commands_run(s);
             last = kv_now_ns() - s->spin_ns; /* spin again only after an event */
+        } else {
+            kv_relax();
         }
     }
     kv_service_finish(s);

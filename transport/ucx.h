@@ -14,6 +14,7 @@
 #define KV_UCX_H
 
 #include <errno.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -103,6 +104,9 @@ static inline uint64_t kv_now_ns(void) {
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
+
+/* In a polling loop, now and then: lets the one we wait for run when it shares our core. */
+static inline void kv_relax(void) { sched_yield(); }
 
 static inline int kv_ring_room(const kv_worker *w) {
     return w->head - w->tail + w->reserved < w->capacity;
