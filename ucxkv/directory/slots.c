@@ -210,6 +210,7 @@ uint64_t slots_hide(kv_writer *w, uint64_t n, const void *idx) {
         if (slot >= w->t.capacity || !slot_copy(&w->t, slot, &copy) || copy.state != SLOT_VISIBLE) continue;
         if (!entry_remove(&w->t, slot, hash_key(&w->t, copy.key))) continue;
         copy.state = SLOT_FREE;
+        copy.check = slot_check(&copy);
         slot_write(&w->t, slot, &copy);
         w->next[slot] = w->free_head;
         w->free_head = slot;
