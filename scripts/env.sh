@@ -67,14 +67,15 @@ ucxkv_system_packages() {
 }
 
 ucxkv_fingerprint() {
-  # One hash of everything that an install depends on; $1 is the interpreter, the rest the arguments.
+  # Two hashes: of everything that a build depends on ($1 is the interpreter), and of the other arguments.
   {
     "$1" -c 'import sys; print(sys.version, sys.prefix)'
-    printf '%s\n' "$@"
     cd "$UCXKV_ROOT" && find pyproject.toml setup.py transport tiers ucxkv/directory \
       \( -name 'pyproject.toml' -o -name 'setup.py' -o -name 'build_*.py' -o -name '*.h' -o -name '*.c' \) \
       ! -name '_*.c' -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
-  } | sha256sum | cut -d' ' -f1
+  } | sha256sum | cut -c1-32 | tr '\n' ' '
+  shift
+  printf '%s\n' "$@" | sha256sum | cut -c1-32
 }
 
 ucxkv_install() {
@@ -82,7 +83,7 @@ ucxkv_install() {
   local python="$1" extras="$2" started=$SECONDS
   shift 2
   local -a requires pip=("$python" -m pip --disable-pip-version-check install)
-  [ -t 2 ] || pip+=(-q)
+  [ -t 2 ] || pip+=(-q -q)
   mapfile -t requires < <("$python" -c '
 import sys, tomllib
 print("\n".join(tomllib.load(open(sys.argv[1], "rb"))["build-system"]["requires"]))' "$UCXKV_ROOT/pyproject.toml")
@@ -98,7 +99,7 @@ print("\n".join(tomllib.load(open(sys.argv[1], "rb"))["build-system"]["requires"
 }
 
 ucxkv_env() {
-  local folder="$UCXKV_ROOT/$1" extras="${2:-}" base mark
+  local folder="$UCXKV_ROOT/$1" extras="${2:-}" base mark kept
   shift
   [ "$#" -eq 0 ] || shift
   ucxkv_system_packages || return 1
@@ -115,13 +116,15 @@ ucxkv_env() {
   fi
   UCXKV_PYTHON="$folder/bin/python"
   mark="$(ucxkv_fingerprint "$UCXKV_PYTHON" "$extras" "$@")"
-  if [ "$(cat "$folder/.installed" 2>/dev/null)" != "$mark" ] || ! ucxkv_is_built; then
+  if ! grep -qxF -- "$mark" "$folder/.installed" 2>/dev/null || ! ucxkv_is_built; then
+    # What was installed for other arguments stays valid only while the sources are the same.
+    kept="$(grep -- "^${mark% *} " "$folder/.installed" 2>/dev/null || true)"
     rm -f "$folder/.installed"
     ucxkv_install "$UCXKV_PYTHON" "$extras" "$@" || {
       ucxkv_say "setup: failed; the lines above say why. Removing ${folder#"$UCXKV_ROOT"/} and trying again starts afresh."
       return 1
     }
-    printf '%s\n' "$mark" >"$folder/.installed"
+    printf '%s\n' ${kept:+"$kept"} "$mark" >"$folder/.installed"
   fi
   exec 9>&-
   export UCXKV_PYTHON PATH="$folder/bin:$PATH"
