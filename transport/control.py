@@ -101,6 +101,9 @@ class ControlConnection:
         self.close_reason: TransportError | None = None
         self.closed = asyncio.Event()
         self.late_replies_count = 0
+        self.on_late_reply: Callable[[Message], None] | None = None
+        """Sees the replies that came after their asker was cancelled or its deadline passed: what they give can be
+        given back."""
         self.owner: object = None
         """For the layer above: whatever it keeps per connection."""
         self._loop.add_reader(self._fd, self._readable)
@@ -422,6 +425,8 @@ class ControlConnection:
             entry = self._pending.pop(request_id, None)
             if entry is None or entry[0].done():
                 self.late_replies_count += 1
+                if self.on_late_reply is not None:
+                    self.on_late_reply(message)
                 message.close_fds()
             else:
                 entry[0].set_result(message)

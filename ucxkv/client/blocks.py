@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["BlockCalls"]
 
 _KEYS_MAX = 1 << 20
+_DEADLINE_S_MAX = 86_400.0
 _LIST_PAGE = 1000
 _ASSUMED_LOAD_BYTES_S = 8e9
 _LIST_ROUNDS_MAX = 1 << 20
@@ -84,9 +85,9 @@ class BlockCalls:
     def _deadline(self, deadline_s: float | None) -> int:
         if deadline_s is None:
             return time.monotonic_ns() + self._timeout_ns
-        if deadline_s <= 0:
+        if not deadline_s > 0:
             raise errors.UsageError(f"deadline_s={deadline_s}; pass seconds from now, above 0")
-        return time.monotonic_ns() + int(deadline_s * 1e9)
+        return time.monotonic_ns() + int(min(deadline_s, _DEADLINE_S_MAX) * 1e9)
 
     def _keys(self, keys: Keys) -> npt.NDArray[np.uint8]:
         self._check()

@@ -4,12 +4,16 @@ Invariants
   - After the control connection ends, nothing of that node is a hit any more: `is_alive` is False in the same loop
   turn.
   - A put is committed by one message; before it is sent nothing is visible, after it was sent its extents are used up.
+  - What an answer gives is never lost: one that comes after its asker was cancelled or gave up is used all the same
+  (extents) or given back (leases).
+  - Whoever waits for extents holds no uncollected answers, so that two puts never wait for each other.
   - Every request carries the call's deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from typing import TYPE_CHECKING
@@ -71,6 +75,7 @@ class NodeLink:
         self._last_put = 0.0
         self._on_lost = on_lost
         connection.on_closed(self._closed)
+        connection.on_late_reply = self._late
 
     def _closed(self, connection: ControlConnection) -> None:
         if not self.is_alive:
@@ -84,6 +89,21 @@ class NodeLink:
             if timer is not None:
                 timer.cancel()
         self._touch_timer = self._idle_timer = None
+
+    def _late(self, reply: ControlMessage) -> None:
+        """An answer nobody waits for any more."""
+        try:
+            answer = decode(reply.type, reply.payload)
+        except MessageError:
+            return
+        match answer:
+            case m.Granted():
+                self.grants.add(answer.capacity, answer.regions, answer.offsets)
+            case m.PutDone() if answer.refill_capacity:
+                self.grants.add(answer.refill_capacity, answer.refill_regions, answer.refill_offsets)
+            case m.Leased() if answer.lease:
+                with contextlib.suppress(errors.UcxKvError):
+                    self.tell(m.Release(lease=answer.lease))
 
     async def ask(self, message: Message, deadline_ns: int | None) -> Message:
         """One request on the control connection. Raises an error of `ucxkv.errors`."""
@@ -147,6 +167,8 @@ class NodeLink:
             for begin, end in _runs(pieces, uniform):
                 while begin < end:
                     length = int(pieces.nbytes[begin])
+                    while flying and self.grants.count(length) < _per_chunk(length, end - begin):
+                        await self._collect(flying.pop(0), status)  # its answer brings extents
                     taken = await self._extents(length, end - begin, deadline_ns)
                     if not len(taken):
                         status[begin:end] = PutStatus.NO_SPACE
@@ -279,10 +301,15 @@ class NodeLink:
 
     async def _extents(self, length: int, count: int, deadline_ns: int) -> Taken:
         """At least one extent for values of `length` bytes, up to a chunk's worth; none when the node stays full."""
-        per_chunk = max(1, min(count, _PUT_CHUNK_KEYS, _PUT_CHUNK_BYTES // max(1, length)))
+        per_chunk = _per_chunk(length, count)
         if self.grants.count(length) >= per_chunk:
             return self.grants.take(length, per_chunk)
-        async with self._granting:
+        try:
+            async with asyncio.timeout(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)):
+                await self._granting.acquire()
+        except TimeoutError:
+            return self.grants.take(length, per_chunk)
+        try:
             while self.grants.count(length) < per_chunk:
                 answer = await self.ask(m.Grant(length=length, count=min(count, 4 * _PUT_CHUNK_KEYS)), deadline_ns)
                 if not isinstance(answer, m.Granted):
@@ -291,11 +318,14 @@ class NodeLink:
                 self.grants.add(answer.capacity, answer.regions, answer.offsets)
                 if self.grants.count(length):
                     break
+                self.return_grants()  # of other sizes: they may be what is missing
                 pause = min(_RETRY_MAX_S, max(_RETRY_MIN_S, answer.retry_after_ms / 1e3))
                 if not answer.retry_after_ms or time.monotonic_ns() + int(pause * 1e9) >= deadline_ns:
                     break
                 await asyncio.sleep(pause)
             return self.grants.take(length, per_chunk)
+        finally:
+            self._granting.release()
 
     def _return_idle(self) -> None:
         """Nothing was put for a while: the node may have its memory back."""
@@ -336,6 +366,11 @@ class NodeLink:
                     pass
         self.connection.abort()
         self.path.close()
+
+
+def _per_chunk(length: int, count: int) -> int:
+    """How many of `count` values of `length` bytes one put message commits."""
+    return max(1, min(count, _PUT_CHUNK_KEYS, _PUT_CHUNK_BYTES // max(1, length)))
 
 
 def _runs(pieces: Pieces, uniform: bool) -> list[tuple[int, int]]:

@@ -62,13 +62,14 @@ class HostStore:
         self.table_bytes = self.table_segment.size_bytes
         self.table = SlotTable(self.table_segment.view, capacity, epoch=epoch, seed=node_id)
         self.slabs = SlabAllocator(self.segment.size_bytes)
-        self.grants = GrantTable(limit_bytes=int(config.host_bytes * config.grant_share_max))
+        self.grants = GrantTable(limit_bytes=self.slabs.capacity_bytes)
+        self._grant_share_bytes = int(config.host_bytes * config.grant_share_max)
         self.directory = Directory(self.table, policy=LruPolicy, grace_ns=config.grace_ms * 1_000_000)
         self._regions = RegionTable(node_id, epoch, self.segment.size_bytes)
         self._adopted: dict[str, dict[int, int]] = {}
         self._surrendered: dict[int, list[Extent]] = {}
         self._readonly_table_fd = self.table_segment.readonly_fd()
-        self.value_bytes_max = min(self.segment.size_bytes, (1 << 32) - 1)
+        self.value_bytes_max = min(self.slabs.capacity_bytes, (1 << 32) - 1)
         self.directory.reader.map_region(OWN_SEGMENT, self.segment.address, self.segment.size_bytes)
         self.counts = {
             "puts": 0,
@@ -88,13 +89,20 @@ class HostStore:
         Raises ValueTooLarge; an answer with fewer extents than asked says when to ask again.
         """
         capacity = self._class_bytes(length)
-        count = max(0, min(count, _GRANT_KEYS_MAX, self.grants.room_bytes(session) // capacity))
+        count = min(count, _GRANT_KEYS_MAX, self._room(session, capacity))
         offsets = self._allocate(length, capacity, count, now_ns)
         self.grants.grant(session, [Extent(OWN_SEGMENT, offset, capacity) for offset in offsets])
         self.counts["grants"] += len(offsets)
         short = (count - len(offsets)) * capacity
         retry_ms = max(1, self._config.grace_ms) if len(offsets) < max(1, count) else 0
         return m.Granted(capacity, bytes(2 * len(offsets)), _u64(offsets), retry_after_ms=retry_ms), short
+
+    def _room(self, session: int, capacity: int) -> int:
+        """How many extents of `capacity` bytes a session may be lent now: up to its share, or one that is larger."""
+        room = self.grants.room_bytes(session)
+        held = self.grants.limit_bytes - room
+        allowed = max(0, self._grant_share_bytes - held) // capacity
+        return allowed if allowed or held else min(1, room // capacity)
 
     def _class_bytes(self, length: int) -> int:
         if length > self.value_bytes_max:
@@ -109,7 +117,10 @@ class HostStore:
     def _allocate(self, length: int, capacity: int, count: int, now_ns: int) -> list[int]:
         offsets = self.slabs.allocate(max(1, length), count) if count else []
         if len(offsets) < count:
-            self._evict(max((count - len(offsets)) * capacity, self._free_target()), now_ns)
+            short = (count - len(offsets)) * capacity
+            if not self.directory.leaving.bytes_count and self.slabs.free_bytes >= short:
+                short += self.slabs.free_bytes  # what is free lies in pieces too small for this class
+            self._evict(max(short, self._free_target()), now_ns)
             if self.slabs.free_bytes:  # without a grace time the memory is back already
                 offsets += self.slabs.allocate(max(1, length), count - len(offsets))
         elif self._is_low():
@@ -188,7 +199,7 @@ class HostStore:
 
     def _refill(self, session: int, length: int, count: int, now_ns: int) -> tuple[int, list[int]]:
         capacity = self._class_bytes(length)
-        count = min(count, self.grants.room_bytes(session) // capacity)
+        count = min(count, self._room(session, capacity))
         offsets = self._allocate(length, capacity, count, now_ns)
         self.grants.grant(session, [Extent(OWN_SEGMENT, offset, capacity) for offset in offsets])
         return capacity, offsets
