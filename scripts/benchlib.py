@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import ucxkv
 from ucxkv.cli.launch import NodeProcess, start_node, stop_nodes
+from ucxkv.cli.logs import log_to_stderr
 from ucxkv.cli.measure import Conditions, Row, print_rows
 from ucxkv.errors import UcxKvError
 from ucxkv.sizes import parse_size
@@ -119,6 +120,7 @@ async def client(nodes: list[NodeProcess], path: str = "auto") -> Any:
 
 def main(run: Callable[[], int | None]) -> None:
     """Run a benchmark's main function; an expected error is one line on stderr and exit code 2."""
+    log_to_stderr("warning", as_json=not sys.stderr.isatty())
     try:
         code = run()
     except UcxKvError as exc:

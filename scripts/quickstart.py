@@ -30,6 +30,7 @@ from rich.table import Table
 from start_nodes import start_all
 
 from ucxkv.cli.launch import NodeProcess, stop_nodes
+from ucxkv.cli.logs import log_to_stderr
 from ucxkv.cli.measure import anonymous_blocks
 from ucxkv.errors import UcxKvError
 from ucxkv.sizes import short_size
@@ -115,6 +116,7 @@ def replay(console: Console, addresses: list[str], requests: int) -> tuple[Facts
 
 def run_role(role: str, addresses: list[str], requests: int, pipe: Connection, parent: Connection) -> None:
     """A client process: the writer tells the reader through `pipe` which request is stored; both tell the parent."""
+    log_to_stderr("warning", as_json=False)
     work = write if role == "writer" else read
     try:
         parent.send(asyncio.run(work(addresses, read_requests(requests), pipe, parent)))

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -227,18 +227,36 @@ def print_rows(title: str, rows: Sequence[Row], conditions: Row, *, as_json: boo
         for found in rows:
             print(json.dumps({**found, "version": version, "conditions": conditions}), flush=True)
         return
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{title} (ucxkv {version})")
-    used = [name for name in _COLUMNS if any(name in found for found in rows)]
+    table = Table(title=f"{title} (ucxkv {version})", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    used, constant = _columns(rows)
     for name in used:
-        table.add_column(_COLUMNS[name], justify="left" if name in ("op", "path", "limit_name") else "right")
+        justify: Literal["left", "right"] = "left" if name in ("op", "path", "limit_name") else "right"
+        table.add_column(_COLUMNS[name], justify=justify, no_wrap=True)
     for found in rows:
         table.add_row(*[_cell(name, found.get(name, "")) for name in used])
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
     console.print(table)
-    console.print(", ".join(f"{name} {value}" for name, value in conditions.items()), style="dim", markup=False)
+    facts = [f"{_COLUMNS[name]} {_cell(name, value)}" for name, value in constant.items()]
+    facts += [f"{name} {value}" for name, value in conditions.items()]
+    console.print(", ".join(facts), style="dim", markup=False, highlight=False)
+
+
+def _columns(rows: Sequence[Row]) -> tuple[list[str], Row]:
+    """The columns worth showing, and those that say the same in every row."""
+    used = [name for name in _COLUMNS if any(name in found for found in rows)]
+    constant: Row = {}
+    for name in ("path", "batch", "concurrency", "limit_name"):
+        values = [found.get(name) for found in rows]
+        if len(rows) > 1 and name in used and all(value == values[0] for value in values):
+            constant[name] = values[0]
+            used.remove(name)
+    return used, constant
 
 
 def _cell(name: str, value: object) -> str:
