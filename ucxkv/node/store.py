@@ -28,7 +28,7 @@ from ucxkv.tiers import copy as tier_copy
 from ucxkv.tiers.base import Extent, ForeignExtent
 from ucxkv.tiers.grants import GrantTable
 from ucxkv.tiers.segments import HostSegment
-from ucxkv.tiers.slabs import SlabAllocator
+from ucxkv.tiers.slabs import UNIT_BYTES, SlabAllocator
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -69,7 +69,7 @@ class HostStore:
         self._adopted: dict[str, dict[int, int]] = {}
         self._surrendered: dict[int, list[Extent]] = {}
         self._readonly_table_fd = self.table_segment.readonly_fd()
-        self.value_bytes_max = min(self.slabs.capacity_bytes, (1 << 32) - 1)
+        self.value_bytes_max = min(self._value_bytes_max(), (1 << 32) - 1)
         self.directory.reader.map_region(OWN_SEGMENT, self.segment.address, self.segment.size_bytes)
         self.counts = {
             "puts": 0,
@@ -96,6 +96,10 @@ class HostStore:
         short = (count - len(offsets)) * capacity
         retry_ms = max(1, self._config.grace_ms) if len(offsets) < max(1, count) else 0
         return m.Granted(capacity, bytes(2 * len(offsets)), _u64(offsets), retry_after_ms=retry_ms), short
+
+    def _value_bytes_max(self) -> int:
+        """The largest value that stays: one that left less free than the watermark would be evicted at once."""
+        return max(UNIT_BYTES, (self.slabs.capacity_bytes - self._free_target()) // UNIT_BYTES * UNIT_BYTES)
 
     def _room(self, session: int, capacity: int) -> int:
         """How many extents of `capacity` bytes a session may be lent now: up to its share, or one that is larger."""
@@ -199,7 +203,7 @@ class HostStore:
 
     def _refill(self, session: int, length: int, count: int, now_ns: int) -> tuple[int, list[int]]:
         capacity = self._class_bytes(length)
-        count = min(count, self._room(session, capacity))
+        count = min(count, self._room(session, capacity)) if capacity <= self._grant_share_bytes else 0
         offsets = self._allocate(length, capacity, count, now_ns)
         self.grants.grant(session, [Extent(OWN_SEGMENT, offset, capacity) for offset in offsets])
         return capacity, offsets
