@@ -165,7 +165,9 @@ engine: CopyEngine = NativeEngine() if _lib is not None else TwinEngine()
 
 
 def sum_function_address() -> int:
-    """Address of a C function `uint64_t (*)(const void *, size_t)` that computes XXH3_64bits; 0 without the native module."""
+    """Address of a C function `uint64_t (*)(const void *, size_t)` that computes XXH3_64bits; 0 without the native
+    module.
+    """
     return 0 if _lib is None else int(_ffi.cast("uintptr_t", _lib.kv_sum_function()))
 
 

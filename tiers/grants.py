@@ -38,10 +38,10 @@ class GrantTable:
         if limit_bytes < 1:
             raise ValueError(f"limit_bytes must be positive, not {limit_bytes}")
         self.limit_bytes = limit_bytes
-        self._lent: dict[int, dict[tuple[int, int], int]] = {}  # connection -> (segment, offset) -> length
+        self._lent: dict[int, dict[int, int]] = {}  # connection -> place -> length
         self._lent_bytes_of: dict[int, int] = {}
         self._quarantined: dict[int, list[Extent]] = {}
-        self._holder: dict[tuple[int, int], int] = {}  # lent and quarantined
+        self._holder: dict[int, int] = {}  # place -> connection, lent and quarantined
         self._lent_bytes = self._quarantined_bytes = self._quarantined_count = 0
 
     def grant(self, connection: int, extents: Sequence[Extent]) -> None:
@@ -50,19 +50,29 @@ class GrantTable:
         Raises GrantLimit when it would hold more than limit_bytes, ForeignExtent when one of them is held already (or
         named twice) or the connection was closed.
         """
+        places = [_place(extent.segment, extent.offset) for extent in extents]
+        self._lend(connection, places, [extent.length for extent in extents])
+
+    def grant_run(self, connection: int, segment: int, offsets: Sequence[int], length: int) -> None:
+        """`grant` of equally long extents of one segment, without an object for each."""
+        base = _place(segment, 0)
+        places = [base + offset for offset in offsets] if base else offsets
+        self._lend(connection, places, [length] * len(places))
+
+    def _lend(self, connection: int, places: Sequence[int], lengths: Sequence[int]) -> None:
         if connection in self._quarantined:
             raise ForeignExtent(f"connection {connection:#x} is closed, its writer may still be alive")
-        places = [(extent.segment, extent.offset) for extent in extents]
-        total = sum(extent.length for extent in extents)
+        total = sum(lengths)
         held = self._lent_bytes_of.get(connection, 0)
         if held + total > self.limit_bytes:
             raise GrantLimit(f"connection {connection:#x} holds {held} of {self.limit_bytes} bytes, asked for {total}")
-        if len(set(places)) < len(places) or not self._holder.keys().isdisjoint(places):
-            raise ForeignExtent(f"connection {connection:#x}: an extent is lent already, or named twice")
         if not places:
             return
-        self._lent.setdefault(connection, {}).update(zip(places, (extent.length for extent in extents), strict=True))
-        self._holder.update(dict.fromkeys(places, connection))
+        fresh = dict(zip(places, lengths, strict=True))
+        if len(fresh) < len(places) or not self._holder.keys().isdisjoint(fresh):
+            raise ForeignExtent(f"connection {connection:#x}: an extent is lent already, or named twice")
+        self._lent.setdefault(connection, {}).update(fresh)
+        self._holder.update(dict.fromkeys(fresh, connection))
         self._lent_bytes_of[connection] = held + total
         self._lent_bytes += total
 
@@ -72,19 +82,38 @@ class GrantTable:
         extent.length is the value's, at most the granted one. Raises ForeignExtent when the connection does not hold
         it, or the value is longer.
         """
-        place = (extent.segment, extent.offset)
-        mine = self._lent.get(connection)
-        length = mine.get(place) if mine is not None else None
-        if mine is None or length is None:
-            raise ForeignExtent(f"connection {connection:#x} holds no grant for {extent}")
-        if not 0 <= extent.length <= length:
-            raise ForeignExtent(f"connection {connection:#x}: {extent} is longer than the {length} bytes granted")
-        del mine[place], self._holder[place]
-        self._lent_bytes_of[connection] -= length
-        self._lent_bytes -= length
-        if not mine:
+        return self.take_run(connection, extent.segment, [extent.offset], [extent.length])[0]
+
+    def take_run(self, connection: int, segment: int, offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        """`take` of n extents of one segment for values of `sizes` bytes: all or none; returns their granted
+        lengths.
+        """
+        mine = self._lent.get(connection, _NOTHING)
+        base = _place(segment, 0)
+        places = [base + offset for offset in offsets] if base else offsets
+        try:
+            lengths = [mine[place] for place in places]
+        except KeyError as exc:
+            place = exc.args[0]
+            raise ForeignExtent(
+                f"connection {connection:#x} holds no grant at {place - base} of segment {segment}"
+            ) from exc
+        for offset, size, length in zip(offsets, sizes, lengths, strict=True):
+            if not 0 <= size <= length:
+                text = f"{size} bytes at {offset}, {length} granted"
+                raise ForeignExtent(f"connection {connection:#x}: a value is longer than its extent: {text}")
+        if len(places) > 1 and len(set(places)) < len(places):
+            raise ForeignExtent(f"connection {connection:#x} named an extent twice")
+        holder = self._holder
+        for place in places:
+            del mine[place], holder[place]
+        total = sum(lengths)
+        self._lent_bytes -= total
+        if mine:
+            self._lent_bytes_of[connection] -= total
+        elif places:
             del self._lent[connection], self._lent_bytes_of[connection]
-        return length
+        return lengths
 
     def close(self, connection: int, *, may_still_write: bool) -> ClosedGrants:
         """The connection ended; idempotent.
@@ -95,7 +124,7 @@ class GrantTable:
         """
         mine = self._lent.pop(connection, {})
         total = self._lent_bytes_of.pop(connection, 0)
-        extents = [Extent(segment, offset, length) for (segment, offset), length in mine.items()]
+        extents = [_extent(place, length) for place, length in mine.items()]
         self._lent_bytes -= total
         if not may_still_write:
             self._forget(extents)
@@ -117,7 +146,7 @@ class GrantTable:
 
     def _forget(self, extents: Iterable[Extent]) -> None:
         for extent in extents:
-            del self._holder[extent.segment, extent.offset]
+            del self._holder[_place(extent.segment, extent.offset)]
 
     # ---- what is held, for decisions and metrics
 
@@ -129,11 +158,11 @@ class GrantTable:
 
     def lent_to(self, connection: int) -> list[Extent]:
         """What a live connection holds, oldest first, with the granted lengths."""
-        return [Extent(segment, offset, length) for (segment, offset), length in self._lent.get(connection, {}).items()]
+        return [_extent(place, length) for place, length in self._lent.get(connection, _NOTHING).items()]
 
     def holder_of(self, segment: int, offset: int) -> int | None:
         """The connection that holds the extent there, closed ones too; None when nobody does."""
-        return self._holder.get((segment, offset))
+        return self._holder.get(_place(segment, offset))
 
     @property
     def lent_bytes(self) -> int:
@@ -162,18 +191,31 @@ class GrantTable:
 
     def check(self) -> None:
         """Assert every invariant; O(extents log extents)."""
-        held: list[tuple[int, int, int, int]] = []
+        held: list[tuple[int, int, int]] = []
         for connection, mine in self._lent.items():
             assert mine and connection not in self._quarantined, "a connection both live and closed"
             assert sum(mine.values()) == self._lent_bytes_of[connection] <= self.limit_bytes
-            held += [(segment, offset, length, connection) for (segment, offset), length in mine.items()]
+            held += [(place, length, connection) for place, length in mine.items()]
         assert self._lent.keys() == self._lent_bytes_of.keys()
         assert self._lent_bytes == sum(self._lent_bytes_of.values())
         waiting = [(connection, extent) for connection, extents in self._quarantined.items() for extent in extents]
         assert all(self._quarantined.values()) and len(waiting) == self._quarantined_count
         assert self._quarantined_bytes == sum(extent.length for _, extent in waiting)
-        held += [(extent.segment, extent.offset, extent.length, connection) for connection, extent in waiting]
-        assert self._holder == {(segment, offset): connection for segment, offset, _, connection in held}
+        held += [(_place(extent.segment, extent.offset), extent.length, connection) for connection, extent in waiting]
+        assert self._holder == {place: connection for place, _, connection in held}
         held.sort()
-        for (segment, offset, length, _), (next_segment, next_offset, _, _) in pairwise(held):
-            assert segment != next_segment or offset + length <= next_offset, "held extents overlap"
+        for (place, length, _), (following, _, _) in pairwise(held):
+            assert place + length <= following, "held extents overlap"
+
+
+_OFFSET_BITS = 48
+_NOTHING: dict[int, int] = {}
+
+
+def _place(segment: int, offset: int) -> int:
+    """An extent's identity as one number: comparing and hashing it costs a fraction of a tuple's."""
+    return segment << _OFFSET_BITS | offset
+
+
+def _extent(place: int, length: int) -> Extent:
+    return Extent(place >> _OFFSET_BITS, place & ((1 << _OFFSET_BITS) - 1), length)

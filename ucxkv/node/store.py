@@ -14,6 +14,7 @@ asserts it.
 from __future__ import annotations
 
 import os
+from array import array
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -73,8 +74,6 @@ class HostStore:
         self.directory.reader.map_region(OWN_SEGMENT, self.segment.address, self.segment.size_bytes)
         self.counts = {
             "puts": 0,
-            "stored": 0,
-            "put_bytes": 0,
             "evicted": 0,
             "evicted_bytes": 0,
             "damaged": 0,
@@ -91,7 +90,7 @@ class HostStore:
         capacity = self._class_bytes(length)
         count = min(count, _GRANT_KEYS_MAX, self._room(session, capacity))
         offsets = self._allocate(length, capacity, count, now_ns)
-        self.grants.grant(session, [Extent(OWN_SEGMENT, offset, capacity) for offset in offsets])
+        self.grants.grant_run(session, OWN_SEGMENT, offsets, capacity)
         self.counts["grants"] += len(offsets)
         short = (count - len(offsets)) * capacity
         retry_ms = max(1, self._config.grace_ms) if len(offsets) < max(1, count) else 0
@@ -153,10 +152,9 @@ class HostStore:
 
     def take_back(self, session: int, request: m.Return) -> None:
         """Extents a client does not use; what it no longer holds is ignored."""
-        offsets = np.frombuffer(request.offsets, np.uint64).tolist()
-        mine = [offset for offset in dict.fromkeys(offsets) if self.grants.holder_of(OWN_SEGMENT, offset) == session]
-        for offset in mine:
-            self.grants.take(session, Extent(OWN_SEGMENT, offset, 0))
+        offsets = dict.fromkeys(_u64s(request.offsets))
+        mine = [offset for offset in offsets if self.grants.holder_of(OWN_SEGMENT, offset) == session]
+        self.grants.take_run(session, OWN_SEGMENT, mine, [0] * len(mine))
         self.slabs.free(mine)
 
     def close_session(self, session: int, *, may_still_write: bool, now_ns: int) -> int:
@@ -176,17 +174,16 @@ class HostStore:
 
     def put(self, session: int, request: m.Put, now_ns: int) -> m.PutDone:
         """Commit a batch; see messages.Put."""
-        offsets = np.frombuffer(request.offsets, np.uint64).tolist()
+        offsets = _u64s(request.offsets)
         self._take(session, request.regions, offsets, request.lengths)
         reply = self._handle(
             events.Put(request.keys, request.parents, request.regions, request.offsets, request.lengths, request.sums),
             now_ns,
         )
         status = reply.status.tobytes()
-        self._count_put(status, request.lengths)
-        unused = [offset for offset, st in zip(offsets, status, strict=True) if st != PutStatus.STORED]
-        if unused:
-            self.slabs.free(unused)
+        self.counts["puts"] += len(status)
+        if any(status):  # STORED is 0
+            self.slabs.free([offset for offset, st in zip(offsets, status, strict=True) if st])
         refill: tuple[int, list[int]] = (0, [])
         if request.refill_length:
             refill = self._refill(session, request.refill_length, len(offsets), now_ns)
@@ -205,7 +202,7 @@ class HostStore:
         capacity = self._class_bytes(length)
         count = min(count, self._room(session, capacity)) if capacity <= self._grant_share_bytes else 0
         offsets = self._allocate(length, capacity, count, now_ns)
-        self.grants.grant(session, [Extent(OWN_SEGMENT, offset, capacity) for offset in offsets])
+        self.grants.grant_run(session, OWN_SEGMENT, offsets, capacity)
         return capacity, offsets
 
     def _take(self, session: int, regions: bytes, offsets: list[int], lengths: bytes) -> None:
@@ -214,28 +211,16 @@ class HostStore:
         """
         if any(regions):
             raise errors.StaleError("a put named a region that is not this node's")
-        sizes = np.frombuffer(lengths, np.uint32).tolist()
-        taken: list[Extent] = []
-        take = self.grants.take
         try:
-            for offset, size in zip(offsets, sizes, strict=True):
-                taken.append(Extent(OWN_SEGMENT, offset, take(session, Extent(OWN_SEGMENT, offset, size))))
+            self.grants.take_run(session, OWN_SEGMENT, offsets, memoryview(lengths).cast("I").tolist())
         except ForeignExtent as exc:
-            self.grants.grant(session, taken)
             raise errors.StaleError(f"a put named an extent that this connection does not hold: {exc}") from exc
-
-    def _count_put(self, status: bytes, lengths: bytes) -> None:
-        counts = self.counts
-        stored = np.frombuffer(status, np.uint8) == PutStatus.STORED
-        counts["puts"] += len(status)
-        counts["stored"] += int(np.count_nonzero(stored))
-        counts["put_bytes"] += int(np.frombuffer(lengths, np.uint32)[stored].sum())
 
     def put_part(self, session: int, request: m.PutPart, owner: m.MemberInfo | None, now_ns: int) -> m.PutDone:
         """Seal parts. owner: the node that lent and has handed over the extents; None: this one, they are still
         granted.
         """
-        offsets = np.frombuffer(request.offsets, np.uint64).tolist()
+        offsets = _u64s(request.offsets)
         if owner is None:
             self._take(session, request.segments, offsets, request.lengths)
             regions = request.segments
@@ -261,7 +246,7 @@ class HostStore:
             self._free(zip(np.frombuffer(regions, np.uint16).tolist(), offsets, strict=True))
             raise errors.UsageError(str(exc)) from exc
         status = reply.status.tobytes()
-        self._count_put(status, request.lengths)
+        self.counts["puts"] += len(status)
         in_use = (PutStatus.STORED, PutStatus.SEALED)
         places = zip(np.frombuffer(regions, np.uint16).tolist(), offsets, status, strict=True)
         self._free((region, offset) for region, offset, st in places if st not in in_use)
@@ -321,7 +306,7 @@ class HostStore:
         """Extents granted here now belong to a block of another node's shard: 0 = adopted, 1 = not held, a key each."""
         mine = self._adopted.setdefault(home, {})
         status = bytearray()
-        for offset in np.frombuffer(request.offsets, np.uint64).tolist():
+        for offset in _u64s(request.offsets):
             try:
                 length = self.grants.take(request.session, Extent(OWN_SEGMENT, offset, 0))
             except ForeignExtent:
@@ -330,9 +315,7 @@ class HostStore:
             mine[offset] = length
             status.append(0)
         if any(status):  # the home refuses the whole put then
-            taken = [
-                o for o, st in zip(np.frombuffer(request.offsets, np.uint64).tolist(), status, strict=True) if not st
-            ]
+            taken = [o for o, st in zip(_u64s(request.offsets), status, strict=True) if not st]
             for offset in taken:
                 del mine[offset]
             self.slabs.free(taken)
@@ -341,9 +324,7 @@ class HostStore:
     def surrendered(self, home: str, request: m.Surrender) -> None:
         """Another node's shard needs these extents no longer."""
         mine = self._adopted.get(home, {})
-        self.slabs.free(
-            [o for o in np.frombuffer(request.offsets, np.uint64).tolist() if mine.pop(o, None) is not None]
-        )
+        self.slabs.free([o for o in _u64s(request.offsets) if mine.pop(o, None) is not None])
 
     def adopted_bytes(self, home: str) -> int:
         """Bytes of this node's memory that hold parts of another node's blocks."""
@@ -426,6 +407,7 @@ class HostStore:
         stats = self.directory.stats()
         return {
             **self.counts,
+            "stored": stats.stored_total,
             "blocks": stats.blocks,
             "block_bytes": stats.bytes,
             "slots_used": stats.slots_used,
@@ -470,7 +452,11 @@ class HostStore:
 
 
 def _u64(values: list[int]) -> bytes:
-    return np.array(values, np.uint64).tobytes()
+    return array("Q", values).tobytes()
+
+
+def _u64s(raw: bytes) -> list[int]:
+    return memoryview(raw).cast("Q").tolist()
 
 
 def _page(nbytes: int) -> int:
