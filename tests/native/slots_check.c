@@ -258,11 +258,54 @@ static void check_threads(uint64_t seed, unsigned rounds) {
     close_table(&s.f);
 }
 
+/* One slot whose content is replaced as fast as it can be, under readers that do nothing but copy it. */
+static void *copier_thread(void *arg) {
+    reader_state *me = arg;
+    uint8_t keys[16 * 16], found[16];
+    kv_slot copies[16];
+    for (unsigned i = 0; i < 16; i++) make_key(0, keys + 16 * i);
+    while (!get32(&me->s->stop)) {
+        me->calls++;
+        me->hits += slots_lookup(&me->s->f.r, 16, keys, copies, found);
+        for (unsigned i = 0; i < 16; i++) {
+            uint64_t g = copies[i].generation;
+            if (found[i]) CHECK(copies[i].offset == 64 * g && copies[i].length == (uint32_t)g && copies[i].sum == ~g);
+        }
+    }
+    return NULL;
+}
+
+static void check_torn(uint64_t seed, unsigned rounds) {
+    shared s = {.f = open_table(1, 1, seed), .seed = seed, .rounds = rounds};
+    pthread_t threads[3];
+    reader_state readers[3];
+    uint64_t hits = 0, calls = 0;
+    for (unsigned i = 0; i < 3; i++) {
+        readers[i] = (reader_state){.s = &s, .seed = seed + i};
+        CHECK(!pthread_create(&threads[i], NULL, copier_thread, &readers[i]));
+    }
+    for (uint64_t g = 1; g < rounds * 10000; g++) {
+        int32_t slot = put_one(&s.f, 0, g, 64 * g, (uint32_t)g, ~g);
+        CHECK(slot == 0 && slots_hide(&s.f.w, 1, &slot) == 1);
+    }
+    put32(&s.stop, 1);
+    for (unsigned i = 0; i < 3; i++) {
+        pthread_join(threads[i], NULL);
+        hits += readers[i].hits;
+        calls += readers[i].calls;
+    }
+    printf("%u replacements of one slot, %llu copies asked for: %llu whole\n", rounds * 10000,
+           (unsigned long long)calls * 16, (unsigned long long)hits);
+    CHECK(calls && hits);
+    close_table(&s.f);
+}
+
 int main(int argc, char **argv) {
     uint64_t seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
     unsigned rounds = argc > 2 ? (unsigned)strtoul(argv[2], NULL, 10) : 100;
     check_model(seed, rounds);
     check_garbage(seed, rounds);
     check_threads(seed, rounds);
+    check_torn(seed, rounds);
     return 0;
 }
