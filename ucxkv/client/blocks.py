@@ -18,7 +18,6 @@ import numpy as np
 
 from ucxkv import errors
 from ucxkv.buffers import Pieces, RegisteredBuffer, as_destinations, as_source, as_sources
-from ucxkv.client.mapped import MappedPath
 from ucxkv.client.path import THREAD_BYTES
 from ucxkv.client.reading import plan, read_blocks
 from ucxkv.client.results import (
@@ -31,9 +30,8 @@ from ucxkv.client.results import (
 from ucxkv.client.ticket import Ticket
 from ucxkv.client.writing import chained, put_blocks, put_parts
 from ucxkv.directory import part_key
-from ucxkv.ids import ROOT_KEY
+from ucxkv.ids import KEY_BYTES, ROOT_KEY
 from ucxkv.keys import Keys, as_key, as_key_array
-from ucxkv.memory import locate
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -51,6 +49,22 @@ _ASSUMED_LOAD_BYTES_S = 8e9
 _LIST_ROUNDS_MAX = 1 << 20
 
 
+class _Forks:
+    """How often this process has come out of a fork: a client that was made before one is not this process's."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        os.register_at_fork(after_in_child=self._add)
+
+    def _add(self) -> None:
+        self.count += 1
+
+
+_forks = _Forks()
+_PLAIN = (bytearray, memoryview)
+_STORED = (int(PutStatus.STORED), int(PutStatus.SEALED))
+
+
 class BlockCalls:
     """The putting and getting half of `ucxkv.Client`; see there."""
 
@@ -58,7 +72,7 @@ class BlockCalls:
         self._router = router
         self._timeout_ns = int(timeout_s * 1e9)
         self._loop = asyncio.get_running_loop()
-        self._pid = os.getpid()
+        self._forks = _forks.count
         self._is_open = True
         self._on_close: list[Callable[[], Awaitable[None]]] = []
         self._busy = 0
@@ -71,16 +85,15 @@ class BlockCalls:
     # ---- the edge: who may call, until when
 
     def _check(self) -> None:
+        if self._is_open and _forks.count == self._forks and asyncio.get_running_loop() is self._loop:
+            return
         if not self._is_open:
             raise errors.ClientClosed("this client is closed; connect again")
-        if os.getpid() != self._pid:
-            raise errors.ForkError(
-                f"this client belongs to process {self._pid}, and this is {os.getpid()}; connect again after a fork"
-            )
-        if asyncio.get_running_loop() is not self._loop:
-            raise errors.UsageError(
-                "this client belongs to another event loop; connect one on each loop, or use ucxkv.sync"
-            )
+        if _forks.count != self._forks:
+            raise errors.ForkError("this client was connected before a fork; connect again in the child")
+        raise errors.UsageError(
+            "this client belongs to another event loop; connect one on each loop, or use ucxkv.sync"
+        )
 
     def _deadline(self, deadline_s: float | None) -> int:
         if deadline_s is None:
@@ -109,10 +122,30 @@ class BlockCalls:
         """
         self._check()
         deadline_ns = self._deadline(deadline_s)
-        row = np.frombuffer(as_key(key), np.uint8).reshape(1, 16)
-        parents = np.frombuffer(ROOT_KEY if parent is None else as_key(parent), np.uint8).reshape(1, 16)
-        status = await self._put(row, parents, as_source(block), None, deadline_ns)
+        key = as_key(key)
+        above = ROOT_KEY if parent is None else as_key(parent)
+        source = as_source(block)
+        fast = self._router.fast
+        if fast is not None and source.is_flat:
+            address, nbytes = int(source.addr[0]), int(source.nbytes[0])
+            if nbytes <= THREAD_BYTES:
+                self._busy += 1
+                try:
+                    done = await fast[0].putter.put_one(key, above, address, nbytes, deadline_ns)
+                finally:
+                    self._leave()
+                if done is not None:
+                    self._count_put(1, *((1, nbytes) if done in _STORED else (0, 0)))
+                    return PutStatus(done)
+        row, parents = np.frombuffer(key, np.uint8).reshape(1, 16), np.frombuffer(above, np.uint8).reshape(1, 16)
+        status = await self._put(row, parents, source, None, deadline_ns)
         return PutStatus(status[0])
+
+    def _count_put(self, puts: int, stored: int, nbytes: int) -> None:
+        counts = self.counts
+        counts["puts"] += puts
+        counts["stored"] += stored
+        counts["bytes_in"] += nbytes
 
     async def put_many(
         self,
@@ -166,11 +199,8 @@ class BlockCalls:
                 status = await put_parts(self._router, rows, parents, pieces, part, deadline_ns)
         finally:
             self._leave()
-        stored = (status == PutStatus.STORED) | (status == PutStatus.SEALED)
-        counts = self.counts
-        counts["puts"] += len(rows)
-        counts["stored"] += int(np.count_nonzero(stored))
-        counts["bytes_in"] += int(pieces.nbytes[stored].sum())
+        stored = np.isin(status, _STORED)
+        self._count_put(len(rows), int(np.count_nonzero(stored)), int(pieces.nbytes[stored].sum()))
         return status
 
     def _leave(self) -> None:
@@ -193,29 +223,25 @@ class BlockCalls:
         Raises UsageError when the stored value has another length. Bytes that do not match their sum are a miss.
         """
         self._check()
-        key = as_key(key)
-        if into is None:
-            result = await self.get_many([key], deadline_s=deadline_s)
-            return result.values[0] if result.values else None
-        sole = self._router.sole
-        if (
-            sole is not None
-            and type(sole.path) is MappedPath
-            and not isinstance(into, (list, tuple, Pieces, RegisteredBuffer))
-        ):
-            try:
-                address, nbytes, _owner = locate(into, True, False)
-            except errors.UsageError as exc:
-                raise errors.UsageError(f"the destination {exc.message}") from exc
-            if nbytes <= THREAD_BYTES and sole.is_alive:
-                found = sole.path.read_one(key, address, nbytes)
-                if found.status is ReadStatus.HIT:
-                    sole.touch(key)
+        fast = self._router.fast
+        if fast is not None and type(key) is bytes and len(key) == KEY_BYTES:
+            kind = type(into)
+            if (kind is np.ndarray and not into.dtype.hasobject) or kind in _PLAIN:  # type: ignore[attr-defined]
+                try:
+                    nbytes = fast[1].read_into(key, into)
+                except (TypeError, ValueError, BufferError):
+                    nbytes = -1  # the general way says what is wrong with it
+                if nbytes >= 0:
+                    fast[0].touch(key)
                     counts = self.counts
                     counts["gets"] += 1
                     counts["hits"] += 1
                     counts["bytes_out"] += nbytes
                     return nbytes
+        key = as_key(key)
+        if into is None:
+            result = await self.get_many([key], deadline_s=deadline_s)
+            return result.values[0] if result.values else None
         result = await self.get_many(
             [key], into if isinstance(into, (Pieces, RegisteredBuffer)) else [into], deadline_s=deadline_s
         )

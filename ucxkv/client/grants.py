@@ -7,7 +7,7 @@ sent gives them back. What lies unused for a while goes back to the node.
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,82 +17,87 @@ if TYPE_CHECKING:
 
 __all__ = ["GrantCache", "Taken"]
 
+_OFFSET_BITS = 48
+_OFFSET_MASK = (1 << _OFFSET_BITS) - 1
+_LENGTHS_MAX = 65_536
+
 
 class Taken:
-    """Extents taken for one put: regions u16[n], offsets u64[n], all of `capacity` bytes."""
+    """Extents taken for one put, all of `capacity` bytes. places: region << 48 | offset, one each."""
 
-    __slots__ = ("capacity", "offsets", "regions")
+    __slots__ = ("capacity", "places")
 
-    def __init__(self, capacity: int, regions: U16, offsets: U64) -> None:
+    def __init__(self, capacity: int, places: list[int]) -> None:
         self.capacity = capacity
-        self.regions = regions
-        self.offsets = offsets
+        self.places = places
 
     def __len__(self) -> int:
-        return len(self.offsets)
+        return len(self.places)
+
+    @property
+    def regions(self) -> U16:
+        """u16[n]."""
+        return np.array([place >> _OFFSET_BITS for place in self.places], np.uint16)
+
+    @property
+    def offsets(self) -> U64:
+        """u64[n]."""
+        return np.array([place & _OFFSET_MASK for place in self.places], np.uint64)
 
 
 class GrantCache:
     """Unused grants by size class. A class is learned from the node's answers: length asked -> capacity given."""
 
     def __init__(self) -> None:
-        self._free: dict[int, deque[tuple[U16, U64]]] = {}
-        self._counts: dict[int, int] = {}
+        self._free: dict[int, list[int]] = {}
         self._capacity_of: dict[int, int] = {}
-        self.bytes_held = 0
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of all unused extents."""
+        return sum(capacity * len(places) for capacity, places in self._free.items())
 
     def count(self, length: int) -> int:
         """Unused extents that were granted for values of `length` bytes."""
-        return self._counts.get(self._capacity_of.get(length, -1), 0)
+        return len(self._free.get(self._capacity_of.get(length, -1), ()))
 
     def learn(self, length: int, capacity: int) -> None:
         """The node serves values of `length` bytes with extents of `capacity` bytes."""
-        if len(self._capacity_of) > 65_536:
+        if len(self._capacity_of) >= _LENGTHS_MAX:
             self._capacity_of.clear()
         self._capacity_of[length] = capacity
 
-    def add(self, capacity: int, regions: bytes | U16, offsets: bytes | U64) -> None:
-        """Extents the node granted, or that a put did not use."""
-        region_array = np.frombuffer(regions, np.uint16) if isinstance(regions, bytes) else regions
-        offset_array = np.frombuffer(offsets, np.uint64) if isinstance(offsets, bytes) else offsets
-        if not len(offset_array):
+    def add(self, capacity: int, regions: bytes, offsets: bytes) -> None:
+        """Extents the node granted, as they travelled: u16[n], u64[n]."""
+        if not offsets:
             return
-        self._free.setdefault(capacity, deque()).append((region_array, offset_array))
-        self._counts[capacity] = self._counts.get(capacity, 0) + len(offset_array)
-        self.bytes_held += capacity * len(offset_array)
+        places = memoryview(offsets).cast("Q").tolist()
+        if any(regions):
+            numbers = memoryview(regions).cast("H").tolist()
+            places = [number << _OFFSET_BITS | offset for number, offset in zip(numbers, places, strict=True)]
+        self._free.setdefault(capacity, []).extend(places)
 
     def take(self, length: int, count: int) -> Taken:
         """Up to `count` extents for values of `length` bytes; fewer, or none, when there are no more."""
         capacity = self._capacity_of.get(length, -1)
-        runs = self._free.get(capacity)
-        regions: list[U16] = []
-        offsets: list[U64] = []
-        missing = count
-        while runs and missing:
-            run_regions, run_offsets = runs.popleft()
-            if len(run_offsets) > missing:
-                runs.appendleft((run_regions[missing:], run_offsets[missing:]))
-                run_regions, run_offsets = run_regions[:missing], run_offsets[:missing]
-            regions.append(run_regions)
-            offsets.append(run_offsets)
-            missing -= len(run_offsets)
-        if not offsets:
-            return Taken(capacity, np.empty(0, np.uint16), np.empty(0, np.uint64))
-        taken = count - missing
-        self._counts[capacity] -= taken
-        self.bytes_held -= capacity * taken
-        if len(offsets) == 1:
-            return Taken(capacity, regions[0], offsets[0])
-        return Taken(capacity, np.concatenate(regions), np.concatenate(offsets))
+        free = self._free.get(capacity)
+        if not free or count <= 0:
+            return Taken(capacity, [])
+        places = free[-count:]
+        del free[-count:]
+        return Taken(capacity, places)
 
-    def give_back(self, taken: Taken) -> None:
-        """Extents of a put that was never sent."""
-        self.add(taken.capacity, taken.regions, taken.offsets)
+    def take_one(self, length: int) -> tuple[int, int] | None:
+        """One extent for a value of `length` bytes: (region, offset), or None."""
+        free = self._free.get(self._capacity_of.get(length, -1))
+        if not free:
+            return None
+        place = free.pop()
+        return place >> _OFFSET_BITS, place & _OFFSET_MASK
 
     def drain(self) -> tuple[bytes, bytes]:
         """Take everything out, to be returned to the node: (regions, offsets) as they travel."""
-        runs = [run for free in self._free.values() for run in free]
+        places = [place for free in self._free.values() for place in free]
         self._free.clear()
-        self._counts.clear()
-        self.bytes_held = 0
-        return b"".join(r.tobytes() for r, _ in runs), b"".join(o.tobytes() for _, o in runs)
+        regions = array("H", [place >> _OFFSET_BITS for place in places])
+        return regions.tobytes(), array("Q", [place & _OFFSET_MASK for place in places]).tobytes()

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from ucxkv import errors
 from ucxkv.client.path import THREAD_BYTES, U8, U16, U64, chunk_bounds, pieces_iov
 from ucxkv.client.results import PathKind
 from ucxkv.directory import CancelFlag, ReadStatus, SlotReader
@@ -61,8 +60,10 @@ class MappedPath:
         finally:
             for fd in fds:
                 os.close(fd)
-        self.read_one: Callable[[bytes, int, int], Found] = self._reader.read_one
-        """(key, address, length) -> Found; the hot path of a single get."""
+        self.read_into = self._reader.into_reader(THREAD_BYTES)
+        """(key, into) -> bytes read or -1; the hot path of a single get. Not to be called once the path is closed."""
+        self._bases = np.array([segment.address for segment in self.segments], np.uint64)
+        self._bases_list = self._bases.tolist()
 
     # ---- reading
 
@@ -144,8 +145,7 @@ class MappedPath:
         """See Path. `regions` are numbers of the node's own segments."""
         n = len(pieces)
         sums = np.empty(n, np.uint64)
-        bases = np.array([segment.address for segment in self.segments], np.uint64)
-        targets = bases[regions] + offsets
+        targets = self._bases[regions] + offsets
         iov = pieces_iov(pieces).view(tier_copy.IOV_DTYPE).reshape(-1)
         flag = tier_copy.CancelFlag()
         if int(pieces.nbytes.sum()) > THREAD_BYTES:
@@ -153,6 +153,10 @@ class MappedPath:
         else:
             tier_copy.gather(pieces.first, iov, targets, sums)
         return sums
+
+    def write_one(self, address: int, nbytes: int, region: int, offset: int) -> int:
+        """`write` of one small value that lies in one piece; its sum."""
+        return tier_copy.engine.copy_sum_at(self._bases_list[region] + offset, address, nbytes)
 
     # ---- the end
 
@@ -165,12 +169,7 @@ class MappedPath:
             self._unmap()
 
     def _unmap(self) -> None:
-        self.read_one = _closed
         for segment in self.segments:
             segment.close()
         if hasattr(self, "_table"):
             self._table.close()
-
-
-def _closed(key: bytes, address: int, length: int) -> Found:
-    raise errors.ClientClosed("this client is closed; connect again")

@@ -58,6 +58,8 @@ class Router:
         self._is_open = True
         self.sole: NodeLink | None = None
         """The only node there is, when there is one: spares all routing."""
+        self.fast: tuple[NodeLink, MappedPath] | None = None
+        """The sole node and its path when that is mapped: a single get or put is then one C call away."""
 
     # ---- opening and losing nodes
 
@@ -80,8 +82,16 @@ class Router:
     async def _dial(self, address: str, deadline_ns: int) -> None:
         assert self._options is not None
         link = await open_link(address, self._options, deadline_ns)
-        if link.name in self.links or not self._is_open:
+        known = self.links.get(link.name)
+        if known is not None or not self._is_open:
             link.close()
+            if known is not None and known.node_id != link.node_id:
+                raise errors.SetupError(
+                    f"two live nodes are named {link.name!r}",
+                    found=f"one at {known.address}, one at {link.address}",
+                    needed="one name a node",
+                    fix="start one of them with another --name",
+                )
             return
         if not link.is_alive:
             raise errors.Unavailable("the connection closed at once", node=link.name)
@@ -124,7 +134,9 @@ class Router:
         fresh = [name for name in known if name not in self._known and name not in self.links]
         self._known = known
         self._members = Members({NodeId(name): member.weight for name, member in known.items()}) if known else None
-        self.sole = next(iter(self.links.values())) if len(self.links) == 1 and len(known) == 1 else None
+        sole = next(iter(self.links.values())) if len(self.links) == 1 and len(known) == 1 else None
+        self.sole = sole
+        self.fast = (sole, sole.path) if sole is not None and isinstance(sole.path, MappedPath) else None
         for name in fresh:
             self._redial(name)
 
@@ -154,7 +166,7 @@ class Router:
         for link in list(self.links.values()):
             link.close()
         self.links.clear()
-        self.sole = None
+        self.sole = self.fast = None
 
     # ---- homes
 

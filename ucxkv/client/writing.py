@@ -76,7 +76,7 @@ async def put_blocks(router: Router, keys: KeyRows, parents: KeyRows, pieces: Pi
     """Store n single-part blocks: PutStatus u8[n]."""
     n = len(keys)
     if router.sole is not None:
-        return await router.sole.put(keys.tobytes(), parents.tobytes(), pieces, deadline_ns)
+        return await router.sole.putter.put(keys.tobytes(), parents.tobytes(), pieces, deadline_ns)
     status = np.full(n, PutStatus.UNAVAILABLE, np.uint8)
     homes = await _homes(router, keys, parents, deadline_ns)
     for link in dict.fromkeys(homes):
@@ -86,7 +86,7 @@ async def put_blocks(router: Router, keys: KeyRows, parents: KeyRows, pieces: Pi
         whole = len(mine) == n
         some_keys, some_parents = (keys, parents) if whole else (keys[mine], parents[mine])
         part = pieces if whole else pieces.take(mine)
-        status[mine] = await link.put(some_keys.tobytes(), some_parents.tobytes(), part, deadline_ns)
+        status[mine] = await link.putter.put(some_keys.tobytes(), some_parents.tobytes(), part, deadline_ns)
         router.remember(keys[mine[0]].tobytes(), link)
         router.remember(keys[mine[-1]].tobytes(), link)
     return status
@@ -130,7 +130,7 @@ async def _put_group(
     while at < len(keys):
         length = int(pieces.nbytes[at])
         same = int(np.argmin(np.append(pieces.nbytes[at:] == length, False)))
-        lent = await holder.lend(pieces.run(at, at + same), deadline_ns)
+        lent = await holder.putter.lend(pieces.run(at, at + same), deadline_ns)
         if lent is None:
             status[at:] = PutStatus.NO_SPACE
             break
@@ -154,7 +154,7 @@ async def _put_group(
             answer = await home.ask(message, deadline_ns)
         except BaseException:
             if holder is not home:
-                holder.abandon(taken)  # whichever comes first at the holder, this or the home's adoption, wins
+                holder.putter.abandon(taken)  # whichever comes first at the holder, this or the home's adoption, wins
             raise
         if not isinstance(answer, m.PutDone) or len(answer.status) != end - at:
             raise errors.Unavailable("the node's answer to a put does not fit it", node=home.name)

@@ -106,6 +106,7 @@ uint64_t slots_read(const kv_table *t, const void *regions, uint64_t n_regions, 
                     const void *iov, void *status, void *length, void *generation, volatile int32_t *cancel);
 int slots_read_one(const kv_table *t, const void *regions, uint64_t n_regions, const void *key, uint64_t addr, uint64_t len,
                    kv_found *out);
+int slots_read_into(const kv_table *t, const void *regions, uint64_t n_regions, const void *key, void *dst, uint64_t len);
 int slots_view(const kv_table *t, const void *regions, uint64_t n_regions, const void *key, kv_found *out);
 size_t slots_resolve(void *ctx, size_t n, const uint8_t *keys, kv_found *out);
 int slots_recheck(const kv_table *t, uint32_t slot, uint64_t generation);

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import enum
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -413,6 +414,22 @@ class SlotReader:
             self._table, self._regions, self.max_regions, _slots.ffi.from_buffer(key), address, length, out
         )
         return _found(out)
+
+    def into_reader(self, limit: int) -> Callable[[bytes, Any], int]:
+        """A function (key, into) -> bytes read, or -1 for anything but a hit: `read_one` at half its cost.
+
+        key: exactly 16 bytes, unchecked. into: writable, contiguous plain memory of the value's length, at most `limit`
+        bytes; TypeError, ValueError or BufferError for other objects.
+        """
+        read, table, regions, n = self._lib.slots_read_into, self._table, self._regions, self.max_regions
+        from_buffer = _slots.ffi.from_buffer
+
+        def read_into(key: bytes, into: Any) -> int:
+            cells = from_buffer(into, True)
+            size = len(cells)
+            return -1 if size > limit or read(table, regions, n, key, cells, size) else size
+
+        return read_into
 
     def view(self, key: Buffer) -> Found:
         """Where one key's value lies in this process. Its bytes stay put only while the caller holds a lease on it."""

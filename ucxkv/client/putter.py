@@ -1,0 +1,329 @@
+"""Puts to one node: extents granted ahead, bytes moved into them, one message that commits a batch.
+
+Invariants
+  - Before its message is sent nothing of a batch is visible; after it was sent its extents are used up.
+  - The bytes of a chunk move while the node commits the one before it; the number of chunks on their way is bounded.
+  - Extents whose write was stopped go back to the node, since the path has let go of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucxkv import errors
+from ucxkv.client.grants import GrantCache, Taken
+from ucxkv.client.path import INLINE_BYTES, U8, U64, chunk_bounds
+from ucxkv.client.results import PutStatus
+from ucxkv.dial import mapped_error, raise_failure
+from ucxkv.protocol import MessageError, decode, encode
+from ucxkv.protocol import messages as m
+from ucxkv.transport.base import TransportError
+
+if TYPE_CHECKING:
+    from ucxkv.buffers import Pieces
+    from ucxkv.client.link import NodeLink
+    from ucxkv.client.mapped import MappedPath
+    from ucxkv.transport.control import Message as ControlMessage
+
+__all__ = ["Putter"]
+
+_PUTS_IN_FLIGHT = 8
+_PUT_CHUNK_BYTES = 1 << 20
+_PUT_CHUNK_KEYS = 1024
+_GRANT_IDLE_S = 10.0
+_RETRY_MIN_S = 0.001
+_RETRY_MAX_S = 0.05
+_UNAVAILABLE = int(PutStatus.UNAVAILABLE)
+_NO_SPACE = int(PutStatus.NO_SPACE)
+
+
+class Putter:
+    """The putting half of a link: its grants and the puts on their way."""
+
+    def __init__(self, link: NodeLink) -> None:
+        self._link = link
+        self._connection = link.connection
+        self._path = link.path
+        self._name = link.name
+        self._loop = asyncio.get_running_loop()
+        self.grants = GrantCache()
+        self.last_token = (0, 0, 0)
+        """(shard, epoch, index) of the newest answer: a Lamport token for session guarantees."""
+        self._granting = asyncio.Lock()
+        self._last_put = 0.0
+        self._idle_timer: asyncio.TimerHandle | None = None
+
+    def stop(self) -> None:
+        """The link ended."""
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
+
+    def late(self, answer: m.Granted | m.PutDone) -> None:
+        """An answer nobody waits for any more still brings extents."""
+        if isinstance(answer, m.Granted):
+            self.grants.add(answer.capacity, answer.regions, answer.offsets)
+        else:
+            self.grants.add(answer.refill_capacity, answer.refill_regions, answer.refill_offsets)
+
+    def _note_put(self) -> None:
+        self._last_put = self._loop.time()
+        if self._idle_timer is None:
+            self._idle_timer = self._loop.call_later(_GRANT_IDLE_S, self._return_idle)
+
+    async def put_one(self, key: bytes, parent: bytes, address: int, nbytes: int, deadline_ns: int) -> int | None:
+        """Store one block that lies in one piece, over a mapped path: its PutStatus; None: use `put` (no extent at
+        hand).
+
+        The caller keeps the memory alive until this returns.
+        """
+        place = self.grants.take_one(nbytes)
+        if place is None:
+            return None
+        self._note_put()
+        path: MappedPath = self._path  # type: ignore[assignment]
+        region, offset = place
+        total = path.write_one(address, nbytes, region, offset)
+        message = m.Put(
+            keys=key,
+            parents=parent,
+            regions=region.to_bytes(2, "little"),
+            offsets=offset.to_bytes(8, "little"),
+            lengths=nbytes.to_bytes(4, "little"),
+            sums=total.to_bytes(8, "little"),
+            refill_length=nbytes,
+        )
+        try:
+            future = self._start(message, deadline_ns)
+            self._connection.wait_inline(future, deadline_ns)
+            return (await self._answer(future, 1, nbytes)).status[0]
+        except (errors.Unavailable, errors.DeadlineExceeded):
+            return _UNAVAILABLE
+
+    async def put(self, keys: bytes, parents: bytes, pieces: Pieces, deadline_ns: int) -> U8:
+        """Store n single-part blocks in order; PutStatus u8[n], UNAVAILABLE where no answer came in time."""
+        n = len(pieces)
+        self._check_sizes(pieces)
+        self._note_put()
+        uniform = n == 1 or bool((pieces.nbytes == pieces.nbytes[0]).all())
+        if uniform and n <= _PUT_CHUNK_KEYS and int(pieces.nbytes[0]) * n <= _PUT_CHUNK_BYTES:
+            return await self._put_small(keys, parents, pieces, deadline_ns)
+        status = np.full(n, _UNAVAILABLE, np.uint8)
+        flying: list[tuple[int, int, asyncio.Future[ControlMessage], int]] = []
+        moved = 0
+        try:
+            for begin, end in _runs(pieces, uniform):
+                while begin < end:
+                    length = int(pieces.nbytes[begin])
+                    while flying and self.grants.count(length) < _per_chunk(length, end - begin):
+                        await self._collect(flying.pop(0), status)  # its answer brings extents
+                    taken = await self._extents(length, end - begin, deadline_ns)
+                    if not len(taken):
+                        status[begin:end] = _NO_SPACE
+                        break
+                    stop = begin + len(taken)
+                    part = pieces.run(begin, stop)
+                    future = await self._send(
+                        keys[16 * begin : 16 * stop], parents[16 * begin : 16 * stop], part, taken, length, deadline_ns
+                    )
+                    flying.append((begin, stop, future, length))
+                    moved += length * len(taken)
+                    if moved >= INLINE_BYTES:
+                        moved = 0
+                        await asyncio.sleep(0)
+                    if len(flying) >= _PUTS_IN_FLIGHT:
+                        await self._collect(flying.pop(0), status)
+                    begin = stop
+            if flying:
+                self._connection.wait_inline(flying[-1][2], deadline_ns)
+            while flying:
+                await self._collect(flying.pop(0), status)
+        except (errors.Unavailable, errors.DeadlineExceeded):
+            pass  # what was not answered stays UNAVAILABLE
+        finally:
+            for *_, future, _length in flying:
+                future.add_done_callback(_ignore)
+        return status
+
+    async def _put_small(self, keys: bytes, parents: bytes, pieces: Pieces, deadline_ns: int) -> U8:
+        """One message, one round trip: the common case."""
+        n, length = len(pieces), int(pieces.nbytes[0]) if len(pieces) else 0
+        status = np.full(n, _UNAVAILABLE, np.uint8)
+        done = 0
+        try:
+            while done < n:
+                taken = await self._extents(length, n - done, deadline_ns)
+                if not len(taken):
+                    status[done:] = _NO_SPACE
+                    break
+                stop = done + len(taken)
+                part = pieces.run(done, stop)
+                future = await self._send(
+                    keys[16 * done : 16 * stop], parents[16 * done : 16 * stop], part, taken, length, deadline_ns
+                )
+                self._connection.wait_inline(future, deadline_ns)
+                await self._collect((done, stop, future, length), status)
+                done = stop
+        except (errors.Unavailable, errors.DeadlineExceeded):
+            pass
+        return status
+
+    def _check_sizes(self, pieces: Pieces) -> None:
+        largest = int(pieces.nbytes.max()) if len(pieces) else 0
+        limit = self._link.welcome.value_bytes_max
+        if largest > limit:
+            raise errors.ValueTooLarge(
+                f"a value of {largest} bytes; node {self._name} takes at most {limit}: split it, or start "
+                "nodes with larger --host-bytes",
+                size_bytes=largest,
+                limit_bytes=limit,
+                node=self._name,
+            )
+
+    async def _send(
+        self, keys: bytes, parents: bytes, pieces: Pieces, taken: Taken, length: int, deadline_ns: int
+    ) -> asyncio.Future[ControlMessage]:
+        """Move the bytes, then send the commit; returns the future of its answer."""
+        try:
+            sums = await self._path.write(pieces, taken.regions, taken.offsets, deadline_ns)
+        except BaseException:
+            self.abandon(taken)
+            raise
+        message = m.Put(
+            keys=keys,
+            parents=parents,
+            regions=taken.regions.tobytes(),
+            offsets=taken.offsets.tobytes(),
+            lengths=pieces.nbytes.astype(np.uint32).tobytes(),
+            sums=sums.tobytes(),
+            refill_length=length,
+        )
+        return self._start(message, deadline_ns)
+
+    def _start(self, message: m.Put, deadline_ns: int) -> asyncio.Future[ControlMessage]:
+        try:
+            return self._connection.start_request(message.CODE, encode(message), deadline_ns)
+        except TransportError as exc:
+            raise mapped_error(exc, self._name) from exc
+
+    def abandon(self, taken: Taken) -> None:
+        """Extents whose write was stopped: the path has let go of them (its promise), so the node may have them
+        back.
+        """
+        try:
+            self._link.tell(m.Return(regions=taken.regions.tobytes(), offsets=taken.offsets.tobytes()))
+        except errors.UcxKvError:
+            return  # the connection is gone, and its grants with it
+
+    async def _collect(self, sent: tuple[int, int, asyncio.Future[ControlMessage], int], status: U8) -> None:
+        begin, end, future, length = sent
+        answer = await self._answer(future, end - begin, length)
+        status[begin:end] = np.frombuffer(answer.status, np.uint8)
+
+    async def _answer(self, future: asyncio.Future[ControlMessage], n: int, length: int) -> m.PutDone:
+        try:
+            reply = await future
+            answer = decode(reply.type, reply.payload)
+        except (TransportError, MessageError) as exc:
+            raise mapped_error(exc, self._name) from exc
+        if isinstance(answer, m.Failure):
+            raise_failure(answer, self._name)
+        if not isinstance(answer, m.PutDone) or len(answer.status) != n:
+            raise errors.Unavailable("the node's answer to a put does not fit it", node=self._name)
+        self.last_token = (answer.shard, answer.epoch, answer.index)
+        if answer.refill_capacity:
+            self.grants.learn(length, answer.refill_capacity)
+            self.grants.add(answer.refill_capacity, answer.refill_regions, answer.refill_offsets)
+        return answer
+
+    # ---- grants
+
+    async def lend(self, pieces: Pieces, deadline_ns: int) -> tuple[Taken, U64] | None:
+        """Write as many of these values, all of one length, as extents can be had for: (extents, sums), None for
+        none.
+        """
+        self._check_sizes(pieces)
+        self._note_put()
+        taken = await self._extents(int(pieces.nbytes[0]), len(pieces), deadline_ns)
+        if not len(taken):
+            return None
+        try:
+            sums = await self._path.write(pieces.run(0, len(taken)), taken.regions, taken.offsets, deadline_ns)
+        except BaseException:
+            self.abandon(taken)
+            raise
+        return taken, sums
+
+    async def _extents(self, length: int, count: int, deadline_ns: int) -> Taken:
+        """At least one extent for values of `length` bytes, up to a chunk's worth; none when the node stays full."""
+        per_chunk = _per_chunk(length, count)
+        if self.grants.count(length) >= per_chunk:
+            return self.grants.take(length, per_chunk)
+        try:
+            async with asyncio.timeout(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)):
+                await self._granting.acquire()
+        except TimeoutError:
+            return self.grants.take(length, per_chunk)
+        try:
+            while self.grants.count(length) < per_chunk:
+                answer = await self._link.ask(
+                    m.Grant(length=length, count=min(count, 4 * _PUT_CHUNK_KEYS)), deadline_ns
+                )
+                if not isinstance(answer, m.Granted):
+                    raise errors.Unavailable("the node's answer to a grant does not fit it", node=self._name)
+                self.grants.learn(length, answer.capacity)
+                self.grants.add(answer.capacity, answer.regions, answer.offsets)
+                if self.grants.count(length):
+                    break
+                self.return_grants()  # of other sizes: they may be what is missing
+                pause = min(_RETRY_MAX_S, max(_RETRY_MIN_S, answer.retry_after_ms / 1e3))
+                if not answer.retry_after_ms or time.monotonic_ns() + int(pause * 1e9) >= deadline_ns:
+                    break
+                await asyncio.sleep(pause)
+            return self.grants.take(length, per_chunk)
+        finally:
+            self._granting.release()
+
+    def _return_idle(self) -> None:
+        """Nothing was put for a while: the node may have its memory back."""
+        self._idle_timer = None
+        if not self._link.is_alive:
+            return
+        quiet = self._loop.time() - self._last_put
+        if quiet < _GRANT_IDLE_S or self._granting.locked():
+            self._idle_timer = self._loop.call_later(max(0.1, _GRANT_IDLE_S - quiet), self._return_idle)
+            return
+        self.return_grants()
+
+    def return_grants(self) -> None:
+        """Give all unused grants back now."""
+        regions, offsets = self.grants.drain()
+        if offsets:
+            try:
+                self._link.tell(m.Return(regions=regions, offsets=offsets))
+            except errors.UcxKvError:
+                return
+
+
+def _per_chunk(length: int, count: int) -> int:
+    """How many of `count` values of `length` bytes one put message commits."""
+    return max(1, min(count, _PUT_CHUNK_KEYS, _PUT_CHUNK_BYTES // max(1, length)))
+
+
+def _runs(pieces: Pieces, uniform: bool) -> list[tuple[int, int]]:
+    """Neighbouring values of one length, cut into chunks that are copied and committed while the next one is copied."""
+    if uniform:
+        cuts = chunk_bounds(pieces.nbytes, _PUT_CHUNK_BYTES)
+        return list(itertools.pairwise(cuts))
+    edges = [0, *(np.flatnonzero(np.diff(pieces.nbytes)) + 1).tolist(), len(pieces)]
+    return list(itertools.pairwise(edges))
+
+
+def _ignore(future: asyncio.Future[ControlMessage]) -> None:
+    if not future.cancelled():
+        future.exception()
