@@ -72,7 +72,8 @@ def raise_failure(failure: m.Failure, node: str) -> None:
 def failure_of(error: errors.UcxKvError) -> m.Failure:
     """The answer that carries `error` to the other side."""
     retry = int(error.retry_after_s * 1e3) if isinstance(error, errors.Overloaded) else 0
-    return m.Failure(kind=type(error).__name__, text=error.message, retry_after_ms=retry)
+    details = [f"{name}: {getattr(error, name)}" for name in ("found", "needed", "fix") if getattr(error, name, "")]
+    return m.Failure(kind=type(error).__name__, text="; ".join([error.message, *details]), retry_after_ms=retry)
 
 
 def mapped_error(exc: Exception, node: str | None = None) -> errors.UcxKvError:
