@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Self
@@ -31,7 +33,16 @@ main()
 class NodeProcess:
     """One `ucxkv node`. Options are its flags, `host_bytes="64MiB"` for `--host-bytes 64MiB`."""
 
-    def __init__(self, name: str = "n1", *, listen: str = "127.0.0.1:0", join: str = "", **options: str) -> None:
+    def __init__(
+        self,
+        name: str = "n1",
+        *,
+        listen: str = "127.0.0.1:0",
+        join: str = "",
+        limits: dict[int, int] | None = None,
+        **options: str,
+    ) -> None:
+        """limits: resource -> soft and hard limit of the process."""
         flags = {"name": name, "listen": listen, "host_bytes": "64MiB", **options}
         if join:
             flags["join"] = join
@@ -40,7 +51,13 @@ class NodeProcess:
             argv += [f"--{flag.replace('_', '-')}", value]
         self.name = name
         env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
-        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # no pipe: nobody reads it while the node writes
+
+        def limit() -> None:
+            for which, value in (limits or {}).items():
+                resource.setrlimit(which, (value, value))
+
+        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=self._log, env=env, preexec_fn=limit)
         try:
             ready = self._ready()
         except BaseException:
@@ -50,14 +67,18 @@ class NodeProcess:
         self.pid: int = ready["pid"]
 
     def _ready(self) -> dict[str, str | int]:
-        assert self.process.stdout is not None and self.process.stderr is not None
+        assert self.process.stdout is not None
         if not select.select([self.process.stdout], [], [], _READY_S)[0]:
             raise TimeoutError("the node was not ready in time")
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the node ended: {self.process.stderr.read().decode()[-2000:]}")
+            raise RuntimeError(f"the node ended: {self.log()[-2000:]}")
         ready: dict[str, str | int] = json.loads(line)
         return ready
+
+    def log(self) -> str:
+        """What it wrote to standard error so far."""
+        return os.pread(self._log.fileno(), 1 << 24, 0).decode(errors="replace")
 
     def block_python(self) -> None:
         """Keep the node's interpreter busy for one second; its C threads go on."""
@@ -87,9 +108,8 @@ class NodeProcess:
 
     def _end(self) -> int:
         code = self.process.wait(15)
-        for pipe in (self.process.stdout, self.process.stderr):
-            if pipe is not None and not pipe.closed:
-                pipe.close()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
         return code
 
     def __enter__(self) -> Self:
@@ -99,6 +119,7 @@ class NodeProcess:
         if self.process.poll() is None:
             self.process.kill()
         self._end()
+        self._log.close()
 
 
 def open_files(pid: int | None = None) -> int:
