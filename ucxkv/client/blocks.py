@@ -294,9 +294,13 @@ class BlockCalls:
         return result
 
     def _count_reads(self, result: GetResult) -> None:
-        tally = np.bincount(result.status, minlength=len(ReadStatus)).tolist()
         counts = self.counts
         counts["gets"] += len(result.status)
+        if not result.status.any():  # HIT is 0
+            counts["hits"] += len(result.status)
+            counts["bytes_out"] += int(result.lengths.sum())
+            return
+        tally = np.bincount(result.status, minlength=len(ReadStatus)).tolist()
         counts["hits"] += tally[ReadStatus.HIT]
         counts["misses"] += tally[ReadStatus.MISS]
         counts["stale"] += tally[ReadStatus.STALE]

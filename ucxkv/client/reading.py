@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["plan", "read_blocks"]
 
-_ELSEWHERE = (ReadStatus.MISS, ReadStatus.UNAVAILABLE)
+_MISS, _UNAVAILABLE = int(ReadStatus.MISS), int(ReadStatus.UNAVAILABLE)
+_UNMAPPED, _CORRUPT = int(ReadStatus.UNMAPPED), int(ReadStatus.CORRUPT)
 
 
 def plan(
@@ -51,11 +52,17 @@ async def read_blocks(
 ) -> tuple[U8, U64, dict[str, int]]:
     """Read n blocks: (ReadStatus u8[n], stored lengths u64[n], hits by node name)."""
     n = len(keys)
-    status = np.full(n, ReadStatus.MISS if router.links else ReadStatus.UNAVAILABLE, np.uint8)
+    sole = router.sole
+    if sole is not None:
+        status, lengths = await _read_at(router, sole, keys.tobytes(), pieces, deadline_ns)
+        hits = n - int(np.count_nonzero(status))
+        return status, lengths, {sole.name: hits} if hits else {}
+    status = np.full(n, int(ReadStatus.MISS if router.links else ReadStatus.UNAVAILABLE), np.uint8)
     lengths = np.zeros(n, np.uint64)
     sources: dict[str, int] = {}
     for link, indices in plan(router, keys, root):
-        wanted = indices[np.isin(status[indices], _ELSEWHERE)]
+        open_ones = status[indices]
+        wanted = indices[(open_ones == _MISS) | (open_ones == _UNAVAILABLE)]
         if not len(wanted):
             continue
         whole = len(wanted) == n
@@ -63,7 +70,7 @@ async def read_blocks(
         part = pieces if whole else pieces.take(wanted)
         got, sizes = await _read_at(router, link, some.tobytes(), part, deadline_ns)
         status[wanted], lengths[wanted] = got, sizes
-        hits = int(np.count_nonzero(got == ReadStatus.HIT))
+        hits = len(got) - int(np.count_nonzero(got))
         if hits:
             sources[link.name] = sources.get(link.name, 0) + hits
             if router.sole is None:
@@ -77,22 +84,24 @@ async def _read_at(router: Router, link: NodeLink, keys: bytes, pieces: Pieces, 
         if not link.is_alive:
             raise errors.Unavailable("the node is gone", node=link.name)
         status, lengths = await link.path.read(keys, pieces, deadline_ns)
-        unmapped = np.flatnonzero(status == ReadStatus.UNMAPPED)
+        bad = status.any()  # HIT is 0
+        unmapped = np.flatnonzero(status == _UNMAPPED) if bad else ()
         if len(unmapped):
             await router.learn_regions(link, deadline_ns)
-            again = b"".join(keys[16 * i : 16 * i + 16] for i in unmapped.tolist())
+            again = b"".join(keys[16 * i : 16 * i + 16] for i in unmapped)
             status[unmapped], lengths[unmapped] = await link.path.read(again, pieces.take(unmapped), deadline_ns)
-            status[status == ReadStatus.UNMAPPED] = ReadStatus.UNAVAILABLE
+            status[status == _UNMAPPED] = _UNAVAILABLE
     except (errors.Unavailable, errors.StaleError):
-        return np.full(n, ReadStatus.UNAVAILABLE, np.uint8), np.zeros(n, np.uint64)
+        return np.full(n, _UNAVAILABLE, np.uint8), np.zeros(n, np.uint64)
     if not link.is_alive:  # it died under the read: what was copied is not trusted
-        return np.full(n, ReadStatus.UNAVAILABLE, np.uint8), np.zeros(n, np.uint64)
-    hits = status == ReadStatus.HIT
-    if hits.all():
+        return np.full(n, _UNAVAILABLE, np.uint8), np.zeros(n, np.uint64)
+    if not bad:
         link.touch(keys)
-    elif hits.any():
+        return status, lengths
+    hits = status == 0
+    if hits.any():
         link.touch(b"".join(keys[16 * i : 16 * i + 16] for i in np.flatnonzero(hits).tolist()))
-    corrupt = np.flatnonzero(status == ReadStatus.CORRUPT)
+    corrupt = np.flatnonzero(status == _CORRUPT)
     if len(corrupt):
         link.report_damage(b"".join(keys[16 * i : 16 * i + 16] for i in corrupt.tolist()))
     return status, lengths

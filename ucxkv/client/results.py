@@ -101,12 +101,13 @@ class GetResult:
     @property
     def hits(self) -> int:
         """Number of keys answered with verified bytes."""
-        return int(np.count_nonzero(self.status == ReadStatus.HIT))
+        return len(self.status) - int(np.count_nonzero(self.status))  # HIT is 0
 
     @property
     def nbytes(self) -> int:
         """Verified bytes delivered."""
-        return int(self.lengths[self.status == ReadStatus.HIT].sum())
+        hits = self.status == 0  # HIT
+        return int(self.lengths[hits].sum())
 
     @property
     def leading(self) -> int:

@@ -422,10 +422,10 @@ class SlotReader:
         bytes; TypeError, ValueError or BufferError for other objects.
         """
         read, table, regions, n = self._lib.slots_read_into, self._table, self._regions, self.max_regions
-        from_buffer = _slots.ffi.from_buffer
+        from_buffer, chars = _slots.ffi.from_buffer, _slots.ffi.typeof("char[]")
 
         def read_into(key: bytes, into: Any) -> int:
-            cells = from_buffer(into, True)
+            cells = from_buffer(chars, into, True)
             size = len(cells)
             return -1 if size > limit or read(table, regions, n, key, cells, size) else size
 
