@@ -150,6 +150,9 @@ def test_vectored_values_keep_the_order_of_their_pieces() -> None:
     assert not got.is_flat
     assert got.total_bytes == sum(map(len, want))
     assert read(as_source([a, c])) == [bytes(a) + bytes(c)]
+    for bad in ([[a, c], (c, "text", a)], [(), [c, c.reshape(2, -1).T, "x"]], [a, ["text"]]):
+        with pytest.raises(UsageError, match="block 1 "):
+            as_sources(bad, 2)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=8), st.data())

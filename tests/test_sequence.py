@@ -279,7 +279,7 @@ async def test_wrong_arguments_are_refused_by_name() -> None:
         ({"deadline_s": 0}, "deadline_s=0"),
     ):
         with pytest.raises(UsageError, match=says):
-            await steps(seq.load(cache, **options))  # type: ignore[arg-type]
+            await steps(seq.load(cache, **options))
     with pytest.raises(UsageError, match="start is 5"):
         await seq.save(cache, start=5, blocks=3)
     with pytest.raises(UsageError, match="read-only"):

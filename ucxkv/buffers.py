@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final, TypeAlias
+from itertools import chain
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,7 @@ U32Array: TypeAlias = npt.NDArray[np.uint32]
 
 _COUNTING: Final = np.arange(4097, dtype=np.uint32)
 _COUNTING.setflags(write=False)
+_FIRST_OF_ONE: Final = _COUNTING[:2]
 
 
 class Pieces:
@@ -202,6 +204,11 @@ class RegisteredBuffer:
         return numbers
 
 
+# Tuples of types, not unions: a union is built anew at each call and costs as much as the rest of a check.
+_LISTS: Final = (list, tuple)
+_MANY_PIECES: Final = (list, tuple, Pieces, RegisteredBuffer)
+
+
 def as_source(value: object, *, gather: bool = False) -> Pieces:
     """One value (a buffer, or a list or tuple of buffers) as Pieces of n = 1.
 
@@ -238,21 +245,20 @@ def as_destinations(into: object, n: int) -> Pieces:
 
 
 def _single(value: object, writable: bool, gather: bool) -> Pieces:
-    what = "the destination" if writable else "the value"
-    if isinstance(value, Pieces | RegisteredBuffer | list | tuple):
-        return _many(value if isinstance(value, Pieces | RegisteredBuffer) else [value], 1, writable, gather)
+    if isinstance(value, _MANY_PIECES):
+        return _many([value] if isinstance(value, _LISTS) else value, 1, writable, gather)
     try:
         addr, nbytes, owner = locate(value, writable, gather)
     except UsageError as exc:
-        raise UsageError(f"{what} {exc.message}") from exc
+        raise UsageError(f"{'the destination' if writable else 'the value'} {exc.message}") from exc
     both = np.array((addr, nbytes), np.uint64)
     length = both[1:]
-    return Pieces(_COUNTING[:2], both[:1], length, length, (owner,), writable=writable)
+    return Pieces(_FIRST_OF_ONE, both[:1], length, length, (owner,), writable=writable)
 
 
 def _many(blocks: object, n: int, writable: bool, gather: bool) -> Pieces:
     noun = "destination" if writable else "block"
-    if isinstance(blocks, list | tuple):
+    if isinstance(blocks, _LISTS):
         if len(blocks) != n:
             raise UsageError(f"{len(blocks)} {noun}s for {n} keys; pass one {noun} for each key")
         pieces = _from_list(blocks, writable, gather, noun)
@@ -272,49 +278,43 @@ def _many(blocks: object, n: int, writable: bool, gather: bool) -> Pieces:
     return _from_array(blocks, n, writable, gather, noun)
 
 
-def _from_list(blocks: Sequence[object], writable: bool, gather: bool, noun: str) -> Pieces:
+def _from_list(blocks: Sequence[Any], writable: bool, gather: bool, noun: str) -> Pieces:
     located = locate_alike(blocks, writable)
-    if located is not None:
-        addr_array, length, owners = located
-        return Pieces(_one_each(len(blocks)), addr_array, length, length, owners, writable=writable)
-    return _from_mixed_list(blocks, writable, gather, noun)
-
-
-def _from_mixed_list(blocks: Sequence[object], writable: bool, gather: bool, noun: str) -> Pieces:
-    addrs: list[int] = []
-    lengths: list[int] = []
-    owners: list[object] = []
-    counts: list[int] | None = None  # pieces of each value, once a vectored one was met
-    index = 0
-    try:
-        for index, block in enumerate(blocks):
-            if type(block) is list or type(block) is tuple:
-                if counts is None:
-                    counts = [1] * index
-                counts.append(len(block))
-                for piece in block:
-                    addr, nbytes, owner = locate(piece, writable, gather)
-                    addrs.append(addr)
-                    lengths.append(nbytes)
-                    owners.append(owner)
-            else:
-                addr, nbytes, owner = locate(block, writable, gather)
-                addrs.append(addr)
-                lengths.append(nbytes)
-                owners.append(owner)
-                if counts is not None:
-                    counts.append(1)
-    except UsageError as exc:
-        raise UsageError(f"{noun} {index} {exc.message}") from exc
-    length = np.array(lengths, np.uint64)
-    addr_array = np.array(addrs, np.uint64)
+    counts: list[int] | None = None  # pieces of each value, where some are vectored
+    if located is None:
+        flat = blocks
+        if any(isinstance(block, _LISTS) for block in blocks):
+            counts = [len(block) if isinstance(block, _LISTS) else 1 for block in blocks]
+            flat = list(chain.from_iterable(block if isinstance(block, _LISTS) else (block,) for block in blocks))
+            located = locate_alike(flat, writable)
+        if located is None:
+            located = _locate_each(flat, counts, writable, gather, noun)
+    addr, length, owners = located
     if counts is None:
-        return Pieces(_one_each(len(blocks)), addr_array, length, length, owners, writable=writable)
+        return Pieces(_one_each(len(blocks)), addr, length, length, owners, writable=writable)
     first = np.zeros(len(blocks) + 1, np.uint32)
     np.cumsum(counts, out=first[1:])
     ends = np.zeros(len(length) + 1, np.uint64)
     np.cumsum(length, out=ends[1:])
-    return Pieces(first, addr_array, length, np.diff(ends[first]), owners, writable=writable)
+    return Pieces(first, addr, length, np.diff(ends[first]), owners, writable=writable)
+
+
+def _locate_each(
+    flat: Sequence[Any], counts: list[int] | None, writable: bool, gather: bool, noun: str
+) -> tuple[U64Array, U64Array, list[object]]:
+    """Addresses, sizes and owners of pieces of any kind; a refusal names the value that the piece belongs to."""
+    addrs, lengths, owners = [], [], []
+    for index, piece in enumerate(flat):
+        try:
+            addr, nbytes, owner = locate(piece, writable, gather)
+        except UsageError as exc:
+            if counts is not None:
+                index = int(np.searchsorted(np.cumsum(counts), index, side="right"))
+            raise UsageError(f"{noun} {index} {exc.message}") from exc
+        addrs.append(addr)
+        lengths.append(nbytes)
+        owners.append(owner)
+    return np.array(addrs, np.uint64), np.array(lengths, np.uint64), owners
 
 
 def _from_array(blocks: object, n: int, writable: bool, gather: bool, noun: str) -> Pieces:

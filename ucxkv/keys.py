@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,11 @@ KeyArray: TypeAlias = npt.NDArray[np.uint8]
 
 Keys: TypeAlias = Iterable[bytes] | KeyArray
 """What callers may pass as keys: bytes of 16 in any iterable, or a KeyArray."""
+
+
+# Tuples of types, not unions: a union is built anew at each call.
+_ONE_KEY: Final = (bytes, bytearray, memoryview, str)
+_LISTS: Final = (list, tuple)
 
 
 def as_key(key: bytes) -> bytes:
@@ -89,10 +94,10 @@ def _checked_array(keys: npt.NDArray[np.uint8]) -> KeyArray:
 
 
 def _joined(keys: Iterable[bytes]) -> bytes:
-    if isinstance(keys, bytes | bytearray | memoryview | str):
+    if isinstance(keys, _ONE_KEY):
         raise UsageError(f"keys is one {type(keys).__name__}; pass a list of keys, e.g. [key]")
     try:
-        rows = keys if isinstance(keys, list | tuple) else list(keys)
+        rows = keys if isinstance(keys, _LISTS) else list(keys)
     except TypeError:
         raise UsageError(f"keys is {type(keys).__name__}; pass a list of bytes or an (n, 16) uint8 array") from None
     try:

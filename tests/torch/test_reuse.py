@@ -22,7 +22,7 @@ BLOCK_TOKENS = 16
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """A Llama of 2 layers with random weights, in the example's wrapper; weights large enough to choose varied tokens.."""
+    """A Llama of 2 layers with random weights, in the example's wrapper; it chooses varied tokens."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
     try:
         import smollm2
