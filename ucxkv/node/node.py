@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import secrets
 import time
 from typing import TYPE_CHECKING, Self
@@ -24,6 +23,7 @@ from ucxkv import errors
 from ucxkv.dial import failure_of, host_identity, mapped_error
 from ucxkv.node.config import NodeConfig
 from ucxkv.node.greeting import Greeter
+from ucxkv.node.metrics import MetricsServer
 from ucxkv.node.peers import PeerLinks
 from ucxkv.node.service import Service
 from ucxkv.node.session import Session, SessionState
@@ -63,6 +63,7 @@ class Node:
         self.sessions: dict[int, Session] = {}
         self._gone: dict[int, Session] = {}  # closed, but their processes may still write into granted memory
         self._server: ControlServer | None = None
+        self._metrics: MetricsServer | None = None
         self._tick: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._started_ns = 0
@@ -111,6 +112,9 @@ class Node:
             )
         self.address = config.advertise or str(bound)
         self._is_open = True
+        if config.metrics_listen:
+            self._metrics = MetricsServer(config.metrics_listen, self._numbers, config.name)
+            log.info("metrics.start", address=self._metrics.address)
         own = m.MemberInfo(self.node_id, config.name, self.address, self.epoch, weight=config.host_bytes / (1 << 30))
         self.peers = PeerLinks(own, config.token, self)
         self._tick = self._loop.call_later(_TICK_S, self._on_tick)
@@ -147,6 +151,9 @@ class Node:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if hasattr(self, "peers"):
             await self.peers.aclose()
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.close)
+            self._metrics = None
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -444,9 +451,9 @@ class Node:
 
     # ---- the report
 
-    def _report(self) -> m.NodeReport:
+    def _numbers(self) -> dict[str, float]:
         server = self._server
-        numbers: dict[str, float] = {
+        return {
             **self.store.numbers(),
             **self.service.numbers(),
             "connections": len(self.sessions),
@@ -454,13 +461,14 @@ class Node:
             "nodes": len(self.peers.members()),
             "vanished_writers": len(self._gone),
         }
-        assert all(math.isfinite(value) for value in numbers.values())
+
+    def _report(self) -> m.NodeReport:
         return m.NodeReport(
             name=self.config.name,
             address=self.address,
             version=VERSION,
             epoch=self.epoch,
             uptime_s=(time.monotonic_ns() - self._started_ns) / 1e9,
-            numbers=numbers,
+            numbers=self._numbers(),
             facts={**self.store.facts(), **self.service.facts()},
         )

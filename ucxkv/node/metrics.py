@@ -1,0 +1,123 @@
+"""Prometheus metrics of a node: the numbers of its report, served over HTTP by `prometheus_client`.
+
+A scrape runs in a thread of the HTTP server and asks the event loop for the numbers; when the loop does not answer
+in time
+the last ones are served and `ucxkv_scrape_late_total` moves, so that a stuck node is seen rather than a stuck scrape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from ucxkv import errors
+from ucxkv.transport.address import TcpAddress, parse_address
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from threading import Thread
+    from wsgiref.simple_server import WSGIServer
+
+    from prometheus_client.metrics_core import Metric
+
+__all__ = ["COUNTERS", "METRIC_TEXTS", "MetricsServer"]
+
+_SCRAPE_S = 1.0
+
+METRIC_TEXTS: dict[str, str] = {
+    "puts": "blocks (or parts) that clients asked to store",
+    "stored": "blocks that became visible",
+    "grants": "extents lent by a request of their own; refills that ride on a put's answer are not counted",
+    "evicted": "blocks hidden to make room",
+    "evicted_bytes": "bytes of values in evicted blocks",
+    "deleted": "blocks removed by clients",
+    "lost": "blocks dropped because a neighbour or their bytes were lost, descendants included",
+    "damaged": "blocks dropped because a reader found that their bytes do not match their sums, descendants included",
+    "blocks": "visible blocks",
+    "block_bytes": "bytes of values in visible blocks",
+    "slots_used": "slots of the table in use; a block of n parts uses n",
+    "slots_capacity": "slots of the table",
+    "writing": "blocks of several parts that are not complete yet",
+    "leases": "leases that run",
+    "leased_blocks": "blocks that a lease holds in place",
+    "leaving_extents": "extents of hidden blocks whose leases or grace time still run",
+    "host_bytes": "bytes of host memory for blocks",
+    "used_bytes": "bytes of it in any hand but free",
+    "free_bytes": "bytes of it that are free",
+    "granted_bytes": "bytes lent to clients ahead of their puts",
+    "quarantined_bytes": "bytes whose writer vanished and may still write",
+    "adopted_bytes": "bytes that hold parts of other nodes' blocks",
+    "index_bytes": "bytes of the slot table and the directory's arrays",
+    "connections": "open control connections",
+    "connections_refused": "connections refused because too many were open",
+    "nodes": "nodes in the cluster as this one sees it, itself included",
+    "vanished_writers": "ended connections whose processes still run",
+}
+COUNTERS = frozenset(
+    ("puts", "stored", "grants", "evicted", "evicted_bytes", "deleted", "lost", "damaged", "connections_refused")
+)
+_MESSAGE_LEVELS = ("message_sessions", "message_grants")
+
+
+class _Report(Collector):
+    def __init__(self, loop: asyncio.AbstractEventLoop, numbers: Callable[[], dict[str, float]], name: str) -> None:
+        self._loop = loop
+        self._numbers = numbers
+        self._name = name
+        self._last: dict[str, float] = {}
+        self._late = 0
+
+    async def _ask(self) -> dict[str, float]:
+        return self._numbers()
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the HTTP server's thread for every scrape."""
+        future = asyncio.run_coroutine_threadsafe(self._ask(), self._loop)
+        try:
+            self._last = future.result(_SCRAPE_S)
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            self._late += 1
+        for name, value in {**self._last, "scrape_late": float(self._late)}.items():
+            is_counter = name in COUNTERS or name == "scrape_late"
+            is_counter |= name.startswith("message_") and name not in _MESSAGE_LEVELS
+            text = METRIC_TEXTS.get(
+                name, "of the data service; see transport/service.py" if "message_" in name else name
+            )
+            kind = CounterMetricFamily if is_counter else GaugeMetricFamily
+            family = kind(f"ucxkv_{name}", text, labels=["node"])
+            family.add_metric([self._name], value)
+            yield family
+
+
+class MetricsServer:
+    """Serves http://HOST:PORT/metrics until closed. Raises SetupError when the address is bad or in use."""
+
+    def __init__(self, listen: str, numbers: Callable[[], dict[str, float]], name: str) -> None:
+        address = parse_address(listen)
+        if not isinstance(address, TcpAddress):
+            raise errors.SetupError(
+                f"metrics_listen={listen!r} is no host:port", fix="pass host:port, as 127.0.0.1:9337"
+            )
+        registry = CollectorRegistry()
+        self._server: WSGIServer
+        self._thread: Thread
+        try:
+            self._server, self._thread = start_http_server(address.port, address.host, registry)
+        except OSError as exc:
+            raise errors.SetupError(
+                f"metrics cannot be served at {address}: {exc.strerror}", fix="choose another metrics_listen, or port 0"
+            ) from exc
+        registry.register(_Report(asyncio.get_running_loop(), numbers, name))
+        self.address = str(TcpAddress(address.host, self._server.server_port))
+
+    def close(self) -> None:
+        """Stop serving. Idempotent."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
