@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ucxkv.buffers import Pieces, RegisteredBuffer, as_destination, as_destinations, as_source, as_sources
@@ -156,6 +156,7 @@ def test_vectored_values_keep_the_order_of_their_pieces() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=8), st.data())
+@settings(deadline=None)
 def test_taking_some_values_takes_their_pieces(shape: list[list[int]], data: st.DataObject) -> None:
     """Goal: batches split over nodes keep their bytes. Method: random vectored values, random indices with repeats."""
     values = [[bytearray(sample(size)) for size in sizes] for sizes in shape]

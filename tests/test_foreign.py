@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ucxkv.errors import UsageError
@@ -29,6 +29,7 @@ def exact(key: ForeignKey) -> Any:
 
 
 @given(foreign_keys)
+@settings(deadline=None)
 def test_a_key_decodes_back_to_itself(key: ForeignKey) -> None:
     """Goal: the encoding loses nothing.
 
@@ -40,6 +41,7 @@ def test_a_key_decodes_back_to_itself(key: ForeignKey) -> None:
 
 
 @given(foreign_keys, foreign_keys)
+@settings(deadline=None)
 def test_different_keys_have_different_bytes_and_hashes(one: ForeignKey, two: ForeignKey) -> None:
     """Goal: injective, then told apart by the hash. Method: random pairs are equal in all three ways or in none."""
     same = exact(one) == exact(two)
@@ -49,6 +51,7 @@ def test_different_keys_have_different_bytes_and_hashes(one: ForeignKey, two: Fo
 
 
 @given(st.binary(max_size=40))
+@settings(deadline=None)
 def test_any_bytes_decode_to_a_key_that_encodes_to_them_or_are_refused(data: bytes) -> None:
     """Goal: one encoding for each key, and no crash on bad bytes. Method: random bytes, most of them no encoding."""
     try:
@@ -59,6 +62,7 @@ def test_any_bytes_decode_to_a_key_that_encodes_to_them_or_are_refused(data: byt
 
 
 @given(foreign_keys, st.data())
+@settings(deadline=None)
 def test_truncated_or_lengthened_bytes_are_refused(key: ForeignKey, data: st.DataObject) -> None:
     """Goal: the encoding says where it ends. Method: cut at every byte, and add one."""
     encoded = encode(key)

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ucxkv.keys as keys_module
@@ -26,6 +26,7 @@ tokens = st.lists(st.integers(0, 2**63 - 1), max_size=40)
 
 
 @given(tokens, st.integers(1, 7))
+@settings(deadline=None)
 def test_only_whole_blocks_get_keys_and_keys_are_chained(ids: list[int], block_tokens: int) -> None:
     """Goal: key i covers exactly the blocks up to i. Method: keys of every cut prefix are a prefix of the keys; going
     on from a parent gives the rest."""
@@ -40,6 +41,7 @@ def test_only_whole_blocks_get_keys_and_keys_are_chained(ids: list[int], block_t
 
 
 @given(tokens.filter(lambda ids: len(ids) >= 8), st.data())
+@settings(deadline=None)
 def test_one_other_token_changes_its_key_and_all_after_it_but_none_before(ids: list[int], data: st.DataObject) -> None:
     """Goal: a key covers its whole prefix. Method: change one token at random and compare key by key."""
     ids = ids[: len(ids) // 4 * 4]
@@ -116,6 +118,7 @@ def test_the_zero_key_never_results(shared: bool, monkeypatch: pytest.MonkeyPatc
 
 
 @given(st.binary(max_size=8), st.binary(max_size=8))
+@settings(deadline=None)
 def test_derived_keys_differ_by_label_and_from_their_origin(one: bytes, two: bytes) -> None:
     """Goal: what is derived from a block never meets the block or another derivation. Method: random labels."""
     origin = block_keys(range(12), LAYOUT)
@@ -125,6 +128,7 @@ def test_derived_keys_differ_by_label_and_from_their_origin(one: bytes, two: byt
 
 
 @given(st.lists(st.binary(min_size=16, max_size=16).filter(lambda key: key != ROOT_KEY), max_size=20))
+@settings(deadline=None)
 def test_keys_given_as_bytes_or_array_become_one_array(given_keys: list[bytes]) -> None:
     """Goal: every way to pass keys means the same. Method: list, tuple, generator, bytearrays, array, strided array."""
     want = b"".join(given_keys)

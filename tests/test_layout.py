@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ucxkv.errors import UsageError
@@ -47,6 +47,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 @given(layouts(), layouts())
+@settings(deadline=None)
 def test_layouts_that_differ_in_any_field_differ_in_fingerprint(one: Layout, two: Layout) -> None:
     """Goal: user voice 10: text with separators, NUL, emoji or nothing never makes two models meet. Method: random
     layouts, equal exactly when their fingerprints are."""
@@ -54,6 +55,7 @@ def test_layouts_that_differ_in_any_field_differ_in_fingerprint(one: Layout, two
 
 
 @given(layouts(), st.data())
+@settings(deadline=None)
 def test_text_moved_from_one_field_to_the_next_is_another_layout(base: Layout, data: st.DataObject) -> None:
     """Goal: fields are told apart by length, not by a separator. Method: cut one text in two at random places."""
     whole = data.draw(st.text(min_size=1, max_size=8))
@@ -118,6 +120,7 @@ RECORDED_FINGERPRINT = "a615cb14fd730bbaaeb052781d4c3304"
 
 
 @given(layouts())
+@settings(deadline=None)
 def test_sizes_and_shapes_agree(layout: Layout) -> None:
     """Goal: bytes are what the shape says, whole, by group and by layer. Method: products over random layouts."""
     product = 1

@@ -33,6 +33,7 @@ def home_names(keys: KeyArray, members: Members) -> list[NodeId]:
 
 
 @given(names, st.data(), st.integers(1, 2**60))
+@settings(deadline=None)
 def test_single_and_batch_forms_agree(nodes: list[NodeId], data: st.DataObject, start: int) -> None:
     """Goal: home, home_indices and part_nodes say one thing. Method: random members, evenly and unevenly weighted."""
     members = Members({node: data.draw(weight) for node in nodes}) if data.draw(st.booleans()) else Members(nodes)
@@ -43,6 +44,7 @@ def test_single_and_batch_forms_agree(nodes: list[NodeId], data: st.DataObject, 
 
 
 @given(names, st.randoms(use_true_random=False))
+@settings(deadline=None)
 def test_the_order_in_which_members_are_listed_does_not_matter(nodes: list[NodeId], random: object) -> None:
     """Goal: two clients with differently ordered lists agree. Method: shuffle and compare homes and parts."""
     shuffled = list(nodes)
@@ -53,7 +55,7 @@ def test_the_order_in_which_members_are_listed_does_not_matter(nodes: list[NodeI
 
 
 @given(names.filter(lambda nodes: len(nodes) > 1), st.data())
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 def test_only_keys_of_the_member_that_left_or_joined_move(nodes: list[NodeId], data: st.DataObject) -> None:
     """Goal: minimal movement, exactly. Method: homes with and without one member, of any weights; a key moves if and
     only if it was on that member. Read backwards it is the joining case."""
@@ -78,6 +80,7 @@ def test_keys_spread_in_proportion_to_weight() -> None:
 
 
 @given(names, st.integers(1, 20))
+@settings(deadline=None)
 def test_parts_stand_on_distinct_nodes_while_there_are_enough(nodes: list[NodeId], parts: int) -> None:
     """Goal: losing a node loses as few parts as possible. Method: within each round of as many parts as members all
     differ."""
