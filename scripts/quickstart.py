@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -32,6 +31,7 @@ from start_nodes import start_all
 from ucxkv.cli.launch import NodeProcess, stop_nodes
 from ucxkv.cli.logs import log_to_stderr
 from ucxkv.cli.measure import anonymous_blocks
+from ucxkv.cli.residue import residue
 from ucxkv.errors import UcxKvError
 from ucxkv.sizes import short_size
 
@@ -46,7 +46,7 @@ def main() -> int:
     distinct = len({key.tobytes() for request in requests for key in request.keys})
     needed = distinct * SMOLLM2.block_bytes
     host_bytes = int(needed * 1.15) + (192 << 20)  # room for rounding and for extents granted ahead; nothing is evicted
-    before = leftovers()
+    before = residue()
     nodes: list[NodeProcess] = []
     started = time.monotonic()
     try:
@@ -205,20 +205,11 @@ def quantiles(op: str, per_block_ns: list[int], blocks: int) -> Facts:
     return found
 
 
-def leftovers() -> set[str]:
-    """Names in /dev/shm and abstract Unix sockets that ucxkv or UCX could have left."""
-    found = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")} if Path("/dev/shm").is_dir() else set()
-    for line in Path("/proc/net/unix").read_text().splitlines():
-        if "@" in line and "ucxkv" in line:
-            found.add("socket @" + line.partition("@")[2])
-    return found
-
-
 def wait_for_none_left(before: set[str], pids: list[int]) -> list[str]:
-    """What is there now and was not before, and nodes that still run; waits up to 3 s for it to go."""
+    """What nobody holds now and was not there before, and nodes that still run; waits up to 3 s for it to go."""
     deadline = time.monotonic() + 3
     while True:
-        left = sorted(leftovers() - before) + [f"process {pid}" for pid in pids if Path(f"/proc/{pid}").exists()]
+        left = sorted(residue() - before) + [f"process {pid}" for pid in pids if Path(f"/proc/{pid}").exists()]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.1)

@@ -88,16 +88,18 @@ def put(
     except OSError as exc:
         raise UsageError(f"{file}: {exc.strerror}") from exc
 
+    own, before = parse_key(key), parse_key(parent) if parent else None
+
     async def store() -> tuple[str, bool]:
         async with connected(address, token_file, timeout) as kv:
-            status = await kv.put(parse_key(key), value, parent=parse_key(parent) if parent else None)
+            status = await kv.put(own, value, parent=before)
             return status.name, status.name in ("STORED", "ALREADY")
 
     name, stored = asyncio.run(store())
     if as_json:
-        print(json.dumps({"key": parse_key(key).hex(), "bytes": len(value), "status": name}))
+        print(json.dumps({"key": own.hex(), "bytes": len(value), "status": name}))
     else:
-        print(f"{parse_key(key).hex()} {name} {len(value)} bytes")
+        print(f"{own.hex()} {name} {len(value)} bytes")
     if not stored:
         raise typer.Exit(1)
 
@@ -111,21 +113,23 @@ def get(
 ) -> None:
     """Write a block's bytes to a file or standard output. Exit code 1 on a miss."""
 
+    own = parse_key(key)
+
     async def fetch() -> bytes | None:
         async with connected(address, token_file, timeout) as kv:
-            found: bytes | None = await kv.get(parse_key(key))
+            found: bytes | None = await kv.get(own)
             return found
 
     value = asyncio.run(fetch())
     if value is None:
-        print(f"ucxkv: {parse_key(key).hex()} is not stored", file=sys.stderr)
+        print(f"ucxkv: {own.hex()} is not stored", file=sys.stderr)
         raise typer.Exit(1)
     if str(output) == "-":
         sys.stdout.buffer.write(value)
         sys.stdout.buffer.flush()
     else:
         output.write_bytes(value)
-        print(f"{parse_key(key).hex()} {len(value)} bytes, sum verified, written to {output}", file=sys.stderr)
+        print(f"{own.hex()} {len(value)} bytes, sum verified, written to {output}", file=sys.stderr)
 
 
 def ls(
@@ -163,9 +167,11 @@ def rm(
 ) -> None:
     """Delete blocks. A block stays while it has children that are not deleted too. Exit code 1 if any stayed."""
 
+    own = [parse_key(key) for key in keys]
+
     async def delete() -> list[int]:
         async with connected(address, token_file, timeout) as kv:
-            return [int(value) for value in await kv.delete([parse_key(key) for key in keys])]
+            return [int(value) for value in await kv.delete(own)]
 
     from ucxkv.client.results import DeleteStatus
 

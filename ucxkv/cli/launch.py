@@ -37,6 +37,7 @@ class NodeProcess:
     log: IO[bytes] | None
     address: str = ""
     _line: bytes = field(default=b"", repr=False)
+    _tail: str = field(default="", repr=False)
 
     @property
     def pid(self) -> int:
@@ -76,10 +77,18 @@ class NodeProcess:
     def log_tail(self, limit_bytes: int = 2000) -> str:
         """The end of what the node wrote to stderr; empty when its log is not kept here."""
         if self.log is None or self.log.closed:
-            return ""
+            return self._tail
         size = self.log.seek(0, os.SEEK_END)
         self.log.seek(max(0, size - limit_bytes))
-        return self.log.read().decode(errors="replace").strip()
+        self._tail = self.log.read().decode(errors="replace").strip()
+        return self._tail
+
+    def release(self) -> None:
+        """Close what is left of a process that has ended; `log_tail` still answers."""
+        self.close_pipes()
+        if self.log is not None and not self.log.closed:
+            self.log_tail()
+            self.log.close()
 
     def close_pipes(self) -> None:
         """Close our ends; the node, if it still runs, takes the end of its standard input as a call to stop."""
@@ -135,6 +144,7 @@ def stop_nodes(nodes: Sequence[NodeProcess], wait_s: float = 10.0) -> list[str]:
             node.process.kill()
             node.process.wait()
             killed.append(node.name)
+        node.release()
     return killed
 
 
