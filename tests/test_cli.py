@@ -102,7 +102,7 @@ def test_blocks_go_in_and_out_through_the_command(node: NodeProcess, tmp_path: P
 def test_an_error_is_one_line_that_names_its_cause(
     arguments: tuple[str, ...], code: int, said: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Goal: no traceback for an operator. Method: wrong calls; exit code, the offending text on stderr, stdout empty."""
+    """Goal: no traceback for an operator. Method: wrong calls; exit code, the offending text on stderr, no stdout."""
     try:
         assert run(list(arguments)) == code
     finally:
@@ -139,8 +139,7 @@ def test_a_signal_stops_a_node_gracefully(number: signal.Signals) -> None:
 def test_a_node_ends_with_the_process_that_started_it() -> None:
     """Goal: no orphan after kill -9 of the parent. Method: a parent that starts a node and is killed; the node ends."""
     code = (
-        "import sys, time; from ucxkv.cli.app import run
-from ucxkv.cli.launch import start_node; n = start_node('orphan', host_bytes=sys.argv[1]); "
+        "import sys, time; from ucxkv.cli.launch import start_node; n = start_node('orphan', host_bytes=sys.argv[1]); "
         "n.wait_ready(time.monotonic() + 30); print(n.pid, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, HOST_BYTES], stdout=subprocess.PIPE) as parent:
