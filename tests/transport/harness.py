@@ -38,7 +38,9 @@ class NodeProcess:
         self.control: ControlConnection
 
     @classmethod
-    async def start(cls, transports: str) -> NodeProcess:
+    def launch(cls, transports: str) -> NodeProcess:
+        """Start the process and wait until it listens; `connect` comes next."""
+        address_of("test_sum")  # built once, here
         name = f"ucxkv-test-{os.getpid()}-{next(_names)}"
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.transport.node", name, transports],
@@ -46,12 +48,21 @@ class NodeProcess:
             text=True,
             cwd=ROOT,
         )
-        node = cls(process, name, transports)
         assert process.stdout is not None
-        line = await asyncio.to_thread(process.stdout.readline)
+        line = process.stdout.readline()
         assert line.startswith("ready"), line
-        node.control = await connect(UnixAddress(name), deadline_ns=deadline_after(10))
+        return cls(process, name, transports)
+
+    @classmethod
+    async def start(cls, transports: str) -> NodeProcess:
+        """Launched and connected."""
+        node = await asyncio.to_thread(cls.launch, transports)
+        await node.connect()
         return node
+
+    async def connect(self) -> None:
+        """(Re)open the control connection in the running loop."""
+        self.control = await connect(UnixAddress(self.name), deadline_ns=deadline_after(20))
 
     async def call(self, command: str, **arguments: Any) -> Any:
         """One command; 20 s at most."""
@@ -72,11 +83,15 @@ class NodeProcess:
                 await asyncio.to_thread(self.process.wait, 10)
             except Exception:
                 self.process.kill()
+        self.control.abort()
+        self.end()
+
+    def end(self) -> None:
+        """Make sure that the process is gone."""
         self.process.kill()
         self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
-        self.control.abort()
 
 
 class Client:
@@ -92,7 +107,9 @@ class Client:
         self.key = b""
 
     @classmethod
-    async def start(cls, node: NodeProcess, *, fragment: int | None = None, is_checked: bool = True, **worker: Any) -> Client:
+    async def start(
+        cls, node: NodeProcess, *, fragment: int | None = None, is_checked: bool = True, **worker: Any
+    ) -> Client:
         """fragment None: what fits the transports."""
         context = Context(transports=node.transports)
         client = cls(node, context, Worker(context, **worker))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
+import os
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -11,18 +14,22 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
+_BUILT = "UCXKV_TEST_RESOLVER"
 KEY_MARK = 0x79656B747365746B
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The compiled resolver; the temporary file goes when the process has mapped it."""
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch) / "resolver.so"
+    """The compiled resolver; built by the first process, inherited by its children through the environment."""
+    built = os.environ.get(_BUILT)
+    if built is None:
+        scratch = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, scratch, True)
+        built = os.environ[_BUILT] = f"{scratch}/resolver.so"
         source = ROOT / "tests/native/resolver.c"
         includes = [f"-I{ROOT / 'transport'}", f"-I{ROOT / 'tiers'}"]
-        subprocess.run(["cc", "-O2", "-shared", "-fPIC", *includes, str(source), "-o", str(out)], check=True)
-        return ctypes.CDLL(str(out))
+        subprocess.run(["cc", "-O2", "-shared", "-fPIC", *includes, str(source), "-o", built], check=True)
+    return ctypes.CDLL(built)
 
 
 def address_of(name: str) -> int:

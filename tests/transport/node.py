@@ -21,8 +21,10 @@ from ucxkv.transport.address import UnixAddress
 from ucxkv.transport.control import ControlConnection
 from ucxkv.transport.control_server import ControlServer
 from ucxkv.transport.data import FOUND_DTYPE
+from ucxkv.transport.endpoint import Endpoint, Listener
 from ucxkv.transport.memory import MemoryRegion
 from ucxkv.transport.message import Message
+from ucxkv.transport.progress import ReceivedMessage, Worker
 from ucxkv.transport.service import DataService
 from ucxkv.transport.ucx import Context
 
@@ -44,6 +46,11 @@ class Node:
         self.found = self.table[16:].view(FOUND_DTYPE)
         self.found["status"] = 1
         self.lost: list[int] = []
+        self.worker: Worker | None = None
+        self.echo_to: Endpoint | None = None
+        self.listener: Listener | None = None
+        self.allocated: MemoryRegion | None = None
+        self.tasks: set[asyncio.Future[None]] = set()
         self.service = DataService(
             self.context,
             address_of("test_resolve"),
@@ -51,6 +58,13 @@ class Node:
             on_session_lost=lambda token, _: self.lost.append(token),
         )
         self.service.lend(0, self.region)
+
+    async def reset(self) -> None:
+        """Forget every block and delay; the memory is zero again."""
+        self.found[:] = 0
+        self.found["status"] = 1
+        self.table[8:16] = 0
+        self.bytes[:] = 0
 
     async def hello(self, token: int, address: str, eager_only: bool) -> dict[str, Any]:
         await self.service.open_session(
@@ -109,7 +123,48 @@ class Node:
         """Keep this process's Python busy."""
         asyncio.get_running_loop().call_soon(time.sleep, seconds)
 
+    async def echo(self, address: str) -> str:
+        """Start (once) a worker that sends every message 1 back as message 2; an endpoint to this client's worker."""
+        if self.worker is None:
+            self.worker = Worker(self.context)
+            self.worker.on_message(1, self._echo)
+        self.echo_to = Endpoint.connect(self.worker, bytes.fromhex(address), is_peer_mode=self.is_peer_mode)
+        return self.worker.address.hex()
+
+    def _echo(self, message: ReceivedMessage) -> None:
+        task = asyncio.ensure_future(self._send_back(message))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _send_back(self, message: ReceivedMessage) -> None:
+        data = bytes(await message.receive())
+        assert self.echo_to is not None
+        await self.echo_to.send(2, message.header, data)
+
+    async def listen(self) -> int:
+        """A sockaddr listener whose endpoints get a greeting: message 2."""
+        if self.worker is None:
+            self.worker = Worker(self.context)
+            self.worker.on_message(1, self._echo)
+        self.listener = Listener(self.worker, "127.0.0.1", 0, self._greet)
+        return self.listener.port
+
+    def _greet(self, endpoint: Endpoint) -> None:
+        self.echo_to = endpoint
+
+    async def allocate(self, length: int) -> dict[str, Any]:
+        """Memory allocated by UCX, filled with 0, 1, 2 .."""
+        self.allocated = MemoryRegion.allocate(self.context, length)
+        np.frombuffer(self.allocated.view, np.uint8)[:] = np.arange(length) % 251
+        return {"base": self.allocated.address, "key": self.allocated.pack_key().hex()}
+
     async def stop(self) -> None:
+        if self.worker is not None:
+            if self.listener is not None:
+                self.listener.close()
+            await self.worker.aclose()
+        if self.allocated is not None:
+            self.allocated.close()
         self.service.close()
         self.region.close()
         self.context.close()
