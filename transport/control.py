@@ -197,8 +197,7 @@ class ControlConnection:
         try:
             return await future
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled() and future.exception() is None:
-                future.result().close_fds()  # the answer came in the turn of the cancellation
+            self.discard(future)  # the answer may have come in the turn of the cancellation
             raise
 
     def start_request(
@@ -224,6 +223,19 @@ class ControlConnection:
         if deadline_ns is not None:
             self._arm_sweep(deadline_ns)
         return future
+
+    def discard(self, future: asyncio.Future[Message]) -> None:
+        """Give up a request: its answer, here already or still to come, goes to `on_late_reply`. Idempotent."""
+        if not future.done():
+            future.cancel()
+        elif not future.cancelled() and future.exception() is None:
+            self._too_late(future.result())
+
+    def _too_late(self, reply: Message) -> None:
+        self.late_replies_count += 1
+        if self.on_late_reply is not None:
+            self.on_late_reply(reply)
+        reply.close_fds()
 
     def send(self, kind: int, payload: _Buffer | Sequence[_Buffer] = b"", *, fds: Sequence[int] = ()) -> None:
         """Send a one-way message; what the kernel does not take at once is copied and sent later.
@@ -424,10 +436,7 @@ class ControlConnection:
         if flags & FLAG_REPLY:
             entry = self._pending.pop(request_id, None)
             if entry is None or entry[0].done():
-                self.late_replies_count += 1
-                if self.on_late_reply is not None:
-                    self.on_late_reply(message)
-                message.close_fds()
+                self._too_late(message)
             else:
                 entry[0].set_result(message)
         elif self._handler is None:

@@ -132,14 +132,14 @@ class NodeLink:
     def close(self) -> None:
         """Leave in good order: the node may reuse everything this client was granted. Idempotent.
 
-        The caller has waited for its own puts; nothing of this process writes into the node's memory any more.
+        The caller has waited for its own puts; where one is still writing the node is not told that it may reuse them.
         """
         if self.is_alive:
             self.flush_touches()
         if self.is_alive:
             self.is_alive = False
             self._stop_timers()
-            if self.connection.is_open:
+            if self.connection.is_open and not self.path.is_busy:  # else the node waits for the end of this process
                 try:
                     self.connection.send(m.Bye.CODE, encode(m.Bye()))
                 except TransportError:

@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 from functools import partial
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from ucxkv import errors
 from ucxkv.client.path import THREAD_BYTES, U8, U16, U64, chunk_bounds, pieces_iov
 from ucxkv.client.results import PathKind
 from ucxkv.directory import CancelFlag, ReadStatus, SlotReader
@@ -46,6 +48,8 @@ class MappedPath:
         self._running = 0
         self._is_closed = False
         self.segments: list[MappedSegment] = []
+        self._foreign: dict[int, tuple[MappedSegment, memoryview]] = {}  # the view keeps the pages while it is here
+        self._retired: list[memoryview] = []  # unmapped while a thread was reading
         try:
             self._table = MappedSegment(fds[0], welcome.table_bytes, writable=False)
             self._reader = SlotReader(self._table.view)
@@ -70,6 +74,8 @@ class MappedPath:
     async def read(self, keys: bytes, pieces: Pieces, deadline_ns: int | None) -> tuple[U8, U64]:
         """See Path. Gives the loop a turn every few megabytes; values too large for that are read by a thread."""
         n = len(pieces)
+        if self._is_closed:
+            return np.full(n, ReadStatus.UNAVAILABLE, np.uint8), np.zeros(n, np.uint64)
         iov = pieces_iov(pieces)
         cuts = chunk_bounds(pieces.nbytes)
         if len(cuts) == 2 and (n != 1 or int(pieces.nbytes[0]) <= THREAD_BYTES):
@@ -102,12 +108,16 @@ class MappedPath:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             cancel()
-            await asyncio.wait([task])
+            while not task.done():
+                with contextlib.suppress(asyncio.CancelledError):  # another one; the first is raised below
+                    await asyncio.wait([task])
             raise
         finally:
             self._running -= 1
-            if self._is_closed and not self._running:
-                self._unmap()
+            if not self._running:
+                self._retired.clear()
+                if self._is_closed:
+                    self._unmap()
 
     async def lookup(self, keys: bytes, deadline_ns: int | None) -> tuple[U8, U64, U8]:
         """See Path."""
@@ -127,23 +137,36 @@ class MappedPath:
         found = self._reader.view(key)
         if found.status is not ReadStatus.HIT:
             return found, None
-        segment = next(s for s in self.segments if s.address <= found.address < s.address + s.size_bytes)
-        begin = found.address - segment.address
-        return found, segment.view[begin : begin + found.length].toreadonly()
+        for segment in (*self.segments, *(segment for segment, _ in self._foreign.values())):
+            if not segment.is_closed and 0 <= found.address - segment.address < segment.size_bytes:
+                begin = found.address - segment.address
+                return found, segment.view[begin : begin + found.length].toreadonly()
+        return found, None
 
     def map_region(self, region: int, segment: MappedSegment) -> None:
         """A region of this shard that lies in another node's memory, mapped by that node's path."""
+        self._foreign[region] = (segment, segment.view)
         self._reader.map_region(region, segment.address, segment.size_bytes)
 
     def unmap_region(self, region: int) -> None:
         """Forget a region whose node is gone."""
         self._reader.unmap_region(region)
+        gone = self._foreign.pop(region, None)
+        if gone is not None and self._running:
+            self._retired.append(gone[1])
+
+    def unmap_regions_of(self, other: MappedPath) -> None:
+        """Forget all regions that lie in the memory of `other`, a path that is about to close."""
+        for region in [r for r, (segment, _) in self._foreign.items() if segment in other.segments]:
+            self.unmap_region(region)
 
     # ---- writing
 
     async def write(self, pieces: Pieces, regions: U16, offsets: U64, deadline_ns: int | None) -> U64:
         """See Path. `regions` are numbers of the node's own segments."""
         n = len(pieces)
+        if self._is_closed:
+            raise errors.Unavailable("the node is gone")
         sums = np.empty(n, np.uint64)
         targets = self._bases[regions] + offsets
         iov = pieces_iov(pieces).view(tier_copy.IOV_DTYPE).reshape(-1)
@@ -160,6 +183,11 @@ class MappedPath:
 
     # ---- the end
 
+    @property
+    def is_busy(self) -> bool:
+        """See Path."""
+        return self._running > 0
+
     def close(self) -> None:
         """See Path. Views that are still held keep their pages; new reads are refused."""
         if self._is_closed:
@@ -169,6 +197,8 @@ class MappedPath:
             self._unmap()
 
     def _unmap(self) -> None:
+        for region in list(self._foreign):
+            self.unmap_region(region)
         for segment in self.segments:
             segment.close()
         if hasattr(self, "_table"):

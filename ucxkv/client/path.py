@@ -71,5 +71,9 @@ class Path(Protocol):
         again.
         """
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something may still write into the node's memory on this path's behalf."""
+
     def close(self) -> None:
         """Give back mappings and endpoints. Idempotent."""

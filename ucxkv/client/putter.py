@@ -55,17 +55,23 @@ class Putter:
         self.last_token = (0, 0, 0)
         """(shard, epoch, index) of the newest answer: a Lamport token for session guarantees."""
         self._granting = asyncio.Lock()
+        self._is_open = True
         self._last_put = 0.0
         self._idle_timer: asyncio.TimerHandle | None = None
 
     def stop(self) -> None:
-        """The link ended."""
+        """The link ended: no extent of it is handed out any more."""
+        self._is_open = False
+        self.grants.drain()
         if self._idle_timer is not None:
             self._idle_timer.cancel()
             self._idle_timer = None
 
     def late(self, answer: m.Granted | m.PutDone) -> None:
         """An answer nobody waits for any more still brings extents."""
+        if not self._is_open:
+            return
+        self._note_put()
         if isinstance(answer, m.Granted):
             self.grants.add(answer.capacity, answer.regions, answer.offsets)
         else:
@@ -147,7 +153,7 @@ class Putter:
             pass  # what was not answered stays UNAVAILABLE
         finally:
             for *_, future, _length in flying:
-                future.add_done_callback(_ignore)
+                self._connection.discard(future)
         return status
 
     async def _put_small(self, keys: bytes, parents: bytes, pieces: Pieces, deadline_ns: int) -> U8:
@@ -228,8 +234,14 @@ class Putter:
     async def _answer(self, future: asyncio.Future[ControlMessage], n: int, length: int) -> m.PutDone:
         try:
             reply = await future
+        except asyncio.CancelledError:
+            self._connection.discard(future)
+            raise
+        except TransportError as exc:
+            raise mapped_error(exc, self._name) from exc
+        try:
             answer = decode(reply.type, reply.payload)
-        except (TransportError, MessageError) as exc:
+        except MessageError as exc:
             raise mapped_error(exc, self._name) from exc
         if isinstance(answer, m.Failure):
             raise_failure(answer, self._name)
@@ -322,8 +334,3 @@ def _runs(pieces: Pieces, uniform: bool) -> list[tuple[int, int]]:
         return list(itertools.pairwise(cuts))
     edges = [0, *(np.flatnonzero(np.diff(pieces.nbytes)) + 1).tolist(), len(pieces)]
     return list(itertools.pairwise(edges))
-
-
-def _ignore(future: asyncio.Future[ControlMessage]) -> None:
-    if not future.cancelled():
-        future.exception()

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Router"]
 
 _CACHE_MAX = 65_536
-_BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 _DIAL_S = 5.0
 
 log = structlog.get_logger("ucxkv.client")
@@ -118,6 +118,10 @@ class Router:
         reason = link.connection.close_reason
         self._last_error[link.name] = str(reason) if reason else "the connection closed"
         log.warning("link.lost", node=link.name, why=self._last_error[link.name])
+        if isinstance(link.path, MappedPath):
+            for other in self.links.values():
+                if isinstance(other.path, MappedPath):
+                    other.path.unmap_regions_of(link.path)
         link.path.close()
         self._changed()
         self._redial(link.name)
