@@ -40,18 +40,21 @@ class NodeProcess:
         listen: str = "127.0.0.1:0",
         join: str = "",
         limits: dict[int, int] | None = None,
-        **options: str,
+        **options: str | bool,
     ) -> None:
         """limits: resource -> soft and hard limit of the process."""
-        flags = {"name": name, "listen": listen, "host_bytes": "64MiB", **options}
+        flags: dict[str, str | bool] = {"name": name, "listen": listen, "host_bytes": "64MiB", **options}
         if join:
             flags["join"] = join
         argv = [sys.executable, "-c", _PROGRAM, "node"]
         for flag, value in flags.items():
-            argv += [f"--{flag.replace('_', '-')}", value]
+            option = flag.replace("_", "-")
+            argv += [f"--{option}", value] if isinstance(value, str) else [f"--{'' if value else 'no-'}{option}"]
         self.name = name
         env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # no pipe: nobody reads it while the node writes
+
+        self._last_words = ""
 
         def limit() -> None:
             for which, value in (limits or {}).items():
@@ -78,7 +81,7 @@ class NodeProcess:
 
     def log(self) -> str:
         """What it wrote to standard error so far."""
-        return os.pread(self._log.fileno(), 1 << 24, 0).decode(errors="replace")
+        return self._last_words or os.pread(self._log.fileno(), 1 << 24, 0).decode(errors="replace")
 
     def block_python(self) -> None:
         """Keep the node's interpreter busy for one second; its C threads go on."""
@@ -110,6 +113,9 @@ class NodeProcess:
         code = self.process.wait(15)
         if self.process.stdout is not None:
             self.process.stdout.close()
+        if not self._log.closed:
+            self._last_words = self.log()
+            self._log.close()
         return code
 
     def __enter__(self) -> Self:
@@ -119,7 +125,6 @@ class NodeProcess:
         if self.process.poll() is None:
             self.process.kill()
         self._end()
-        self._log.close()
 
 
 def open_files(pid: int | None = None) -> int:

@@ -96,6 +96,10 @@ class Client(BlockCalls):
         self._check()
         return self._router.order(rows[0].tobytes()) if len(rows) else []
 
+    def deadline(self) -> int:
+        """When a call that starts now and names no deadline of its own has to end, monotonic ns."""
+        return self._deadline(None)
+
     def lease(self, keys: Keys, *, ttl_s: float = 10.0) -> Lease:
         """`async with kv.lease(keys) as lease:` hold these blocks in place; renewed until released or out of reach
         for ttl_s.

@@ -76,13 +76,16 @@ class Lease:
 
     async def _acquire(self) -> None:
         ttl_ms = self._ttl_ns // 1_000_000
-        deadline_ns = time.monotonic_ns() + self._ttl_ns
+        deadline_ns = min(time.monotonic_ns() + self._ttl_ns, self._client.deadline())
         missing = np.arange(len(self._keys))
         for link in self._client.links_for(self._keys):
             if not len(missing):
                 break
             asked_ns = time.monotonic_ns()
-            answer = await link.ask(m.LeaseKeys(keys=self._keys[missing].tobytes(), ttl_ms=ttl_ms), deadline_ns)
+            try:
+                answer = await link.ask(m.LeaseKeys(keys=self._keys[missing].tobytes(), ttl_ms=ttl_ms), deadline_ns)
+            except errors.Unavailable:
+                continue  # its blocks are not granted
             if not isinstance(answer, m.Leased) or len(answer.status) != len(missing):
                 raise errors.Unavailable("the node's answer to a lease does not fit it", node=link.name)
             if answer.lease:

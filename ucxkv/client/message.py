@@ -174,6 +174,11 @@ class MessagePath:
             raise errors.Unavailable(f"a write was not taken: {WriteStatus(int(status.max())).name}")
         return sums
 
+    @property
+    def is_busy(self) -> bool:
+        """See Path: the node ends the data session itself before it reuses anything."""
+        return False
+
     def close(self) -> None:
         """See Path."""
         if not self._is_closed:

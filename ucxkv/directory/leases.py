@@ -57,6 +57,11 @@ class LeaseTable:
             self.pins[generation] = self.pins.get(generation, 0) + 1
         return self._last, lease.end_ns
 
+    def owner_of(self, lease_id: int) -> int | None:
+        """Who holds this lease; None when there is none."""
+        lease = self._leases.get(lease_id)
+        return None if lease is None else lease.owner
+
     def renew(self, lease_id: int, ttl_ns: int, now_ns: int) -> bool:
         """Start the time anew, never shortening it; False when it is over or its owner lost."""
         lease = self._leases.get(lease_id)

@@ -24,13 +24,13 @@ from ucxkv.dial import failure_of, host_identity, mapped_error
 from ucxkv.node.config import NodeConfig
 from ucxkv.node.greeting import Greeter
 from ucxkv.node.metrics import MetricsServer
-from ucxkv.node.peers import PeerLinks
+from ucxkv.node.peers import PeerLinks, check_member
 from ucxkv.node.service import Service
 from ucxkv.node.session import Session, SessionState
 from ucxkv.node.store import HostStore
 from ucxkv.protocol import WIRE_VERSION, Message, MessageError, decode, encode
 from ucxkv.protocol import messages as m
-from ucxkv.tiers.base import SetupFailed
+from ucxkv.tiers.base import SetupFailed, TierError
 from ucxkv.transport.address import TcpAddress, UnixAddress, parse_address
 from ucxkv.transport.base import ProtocolError, TransportError
 from ucxkv.transport.control_server import ControlServer
@@ -293,9 +293,9 @@ class Node:
             case m.LeaseKeys():
                 return self.store.lease(session.id, request, now_ns)
             case m.Renew():
-                return self.store.renew(request, now_ns)
+                return self.store.renew(session.id, request, now_ns)
             case m.Release():
-                self.store.release(request.lease, now_ns)
+                self.store.release(session.id, request.lease, now_ns)
                 return None
             case m.Delete():
                 answer = self.store.delete(request.keys, now_ns)
@@ -331,6 +331,8 @@ class Node:
                 self._later(message, session, self._join(request))
                 return None
             case m.Adopt():
+                if not any(member.name == session.name for member in self.peers.members()):
+                    raise errors.Unavailable("this node has no link back, so it would not see the asker's end")
                 return self.store.adopt(session.name, request)
             case m.Surrender():
                 self.store.surrendered(session.name, request)
@@ -354,6 +356,9 @@ class Node:
             answer = await coroutine
         except errors.UcxKvError as exc:
             answer = failure_of(exc)
+        except (TransportError, TierError, ValueError) as exc:
+            log.warning("request.failed", name=session.name, type=message.type, why=repr(exc))
+            answer = failure_of(errors.Unavailable(f"the node could not carry it out: {exc}"))
         if session.connection.is_open and message.request_id:
             with contextlib.suppress(TransportError):
                 session.connection.reply(message, answer.CODE, encode(answer))
@@ -409,6 +414,7 @@ class Node:
         task.add_done_callback(self._tasks.discard)
 
     async def _join(self, request: m.Join) -> Message:
+        check_member(request.member)
         await self.peers.add(request.member)
         return m.Members(members=self.peers.members())
 
@@ -417,6 +423,11 @@ class Node:
         owner = self.peers.find(request.owner)
         if owner is None:
             raise errors.Unavailable(f"node {self.config.name} has no link to the node that holds this part")
+        if any(request.segments):
+            raise errors.StaleError("a put named a segment that its node does not have")
+        if not 0 <= request.part < request.parts <= 255:
+            raise errors.UsageError(f"part {request.part} of {request.parts}: parts go from 0, at most 255 of them")
+        self.store.region_of(owner)
         deadline_ns = time.monotonic_ns() + min(request.deadline_ms, self.config.put_deadline_ms) * 1_000_000
         adopt = m.Adopt(session=request.owner_session, segments=request.segments, offsets=request.offsets)
         answer = await self.peers.ask(request.owner, adopt, deadline_ns)

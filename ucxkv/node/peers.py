@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,13 +19,15 @@ from ucxkv import errors
 from ucxkv.dial import Caller, Dialed, ask, dial
 from ucxkv.protocol import encode
 from ucxkv.protocol import messages as m
+from ucxkv.transport.address import parse_address
+from ucxkv.transport.base import TransportError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ucxkv.protocol import Message
 
-__all__ = ["PeerLinks", "PeerListener"]
+__all__ = ["PeerLinks", "PeerListener", "check_member"]
 
 _DIAL_S = 5.0
 _BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -179,7 +182,10 @@ class PeerLinks:
         link = self._links.get(node_id)
         if link is None or link.dialed is None or not link.dialed.connection.is_open:
             return False
-        link.dialed.connection.send(message.CODE, encode(message))
+        try:
+            link.dialed.connection.send(message.CODE, encode(message))
+        except TransportError:
+            return False  # it ended just now; the link's task forgets the node
         return True
 
     async def aclose(self) -> None:
@@ -190,6 +196,18 @@ class PeerLinks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._links.clear()
+
+
+def check_member(member: m.MemberInfo) -> None:
+    """Refuse (UsageError) a member that the others could not place keys on or dial."""
+    if not member.name or len(member.name) > 128 or not member.name.isprintable():
+        raise errors.UsageError(f"a node's name has 1 to 128 printable characters, not {member.name[:200]!r}")
+    if not (math.isfinite(member.weight) and member.weight > 0):
+        raise errors.UsageError(f"node {member.name} has weight {member.weight}; it is a positive finite number")
+    try:
+        parse_address(member.address)
+    except TransportError as exc:
+        raise errors.UsageError(f"node {member.name}: {exc}") from exc
 
 
 def _deadline(seconds: float = _DIAL_S) -> int:

@@ -265,14 +265,17 @@ class HostStore:
         reply = self._handle(events.Lease(request.keys, ttl_ms * 1_000_000, session), now_ns)
         return m.Leased(lease=reply.lease, ttl_ms=ttl_ms, status=reply.status.tobytes())
 
-    def renew(self, request: m.Renew, now_ns: int) -> m.Done:
-        """Start a lease's time anew."""
+    def renew(self, session: int, request: m.Renew, now_ns: int) -> m.Done:
+        """Start a lease's time anew; only its holder can."""
+        if self.directory.leases.owner_of(request.lease) != session:
+            return m.Done(ok=False)
         ttl_ns = min(request.ttl_ms, self._config.lease_ms_max) * 1_000_000
         return m.Done(ok=self._handle(events.Renew(request.lease, ttl_ns), now_ns).ok)
 
-    def release(self, lease: int, now_ns: int) -> None:
-        """End a lease."""
-        self._handle(events.Release(lease), now_ns)
+    def release(self, session: int, lease: int, now_ns: int) -> None:
+        """End a lease; only its holder can."""
+        if self.directory.leases.owner_of(lease) == session:
+            self._handle(events.Release(lease), now_ns)
 
     def delete(self, keys: bytes, now_ns: int) -> m.Statuses:
         """Remove blocks, never a parent before its children."""
@@ -301,6 +304,10 @@ class HostStore:
         )
 
     # ---- other nodes
+
+    def region_of(self, owner: m.MemberInfo) -> int:
+        """The region that another node's segment has in this shard. Raises Overloaded when there are no more."""
+        return self._regions.number(owner, 0)
 
     def adopt(self, home: str, request: m.Adopt) -> m.Statuses:
         """Extents granted here now belong to a block of another node's shard: 0 = adopted, 1 = not held, a key each."""
