@@ -34,12 +34,13 @@ def run() -> int:
         return blocked(arguments, sizes[0])
     with started(host_bytes=max(arguments.host_bytes, 256 * max(sizes))) as nodes:
         bench = Bench("get", f"get over the {arguments.path} path", arguments, nodes)
+        pids = [node.pid for node in nodes]
         steps: list[tuple[str, Callable[[], Awaitable[Row | list[Row]]]]] = []
         for size in sizes:
 
             async def step(size: int = size) -> list[Row]:
                 async with client(nodes, arguments.path) as kv:
-                    work = Workload(kv, size, count=working_set(size, arguments.host_bytes // 2))
+                    work = Workload(kv, size, count=working_set(size, arguments.host_bytes // 2), pids=pids)
                     await work.load()
                     path = str(kv.peers()[0].path)
                     rows = [await work.get_single(operations(size, arguments.quick), path=path)]

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from benchlib import Bench, client, main, parser, started
 
-from ucxkv.cli.measure import Row
+from ucxkv.cli.measure import Row, run_ns
 
 
 def run() -> int:
@@ -41,33 +41,21 @@ def run() -> int:
             return found
 
         bench.run([("rows", rows)])
-        if not arguments.json:
-            for found in bench.rows:
-                print(f"{found['op']}: {found['cpu_percent']} % of a core, {found['wakeups_s']} wake-ups/s")
     return 0
 
 
 async def watch(op: str, pid: int, seconds: float) -> Row:
-    before, switches, start = run_ns(pid), context_switches(pid), time.monotonic()
+    before, switches, start = run_ns([pid]), context_switches(pid), time.monotonic()
     await asyncio.sleep(seconds)
     wall = time.monotonic() - start
     return {
         "bench": "idle",
         "op": op,
         "seconds": round(wall, 1),
-        "cpu_percent": round((run_ns(pid) - before) / wall / 1e7, 3),
+        "cpu_percent": round((run_ns([pid]) - before) / wall / 1e7, 3),
         "wakeups_s": round((context_switches(pid) - switches) / wall, 1),
         "target_percent": 1.0,
     }
-
-
-def run_ns(pid: int) -> int:
-    """Nanoseconds that all threads of a process have run."""
-    total = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):
-            total += int((task / "schedstat").read_text().split()[0])
-    return total
 
 
 def context_switches(pid: int) -> int:

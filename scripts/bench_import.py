@@ -80,6 +80,8 @@ def sizes() -> dict[str, object]:
         root = Path(__file__).resolve().parent.parent
         files = [file for top in ("ucxkv", "transport", "tiers") for file in (root / top).rglob("*")]
         seen["ucxkv"] = max(seen["ucxkv"], sum(size(file) for file in files if file.suffix != ".pyc"))
+    else:
+        return {"installed_mib": "ucxkv is not installed, it runs from its source"}
     mib = {name: round(nbytes / (1 << 20), 1) for name, nbytes in sorted(seen.items(), key=lambda item: -item[1])}
     libucx = sum(nbytes for name, nbytes in mib.items() if name.startswith("libucx"))
     return {

@@ -54,8 +54,10 @@ def started(host_bytes: int) -> Iterator[BlockableNode]:
 
 async def serve(host_bytes: int) -> None:
     """The child's side."""
+    from ucxkv.cli.logs import log_to_stderr
     from ucxkv.node import Node, NodeConfig
 
+    log_to_stderr("warning", as_json=False)
     usleep = ctypes.PyDLL(None).usleep  # PyDLL keeps the GIL during the call
     async with Node(NodeConfig(name="blockable", listen="127.0.0.1:0", host_bytes=host_bytes)) as node:
         ready = {"event": READY, "name": "blockable", "address": node.address, "pid": os.getpid()}

@@ -27,7 +27,6 @@ __all__ = [
     "Copier",
     "Series",
     "anonymous_blocks",
-    "cpu_seconds",
     "last_level_cache_bytes",
     "print_rows",
     "row",
@@ -39,14 +38,23 @@ Row = dict[str, Any]
 
 @dataclass(slots=True)
 class Series:
-    """Wall times of one operation, in rounds. Each round is a list of nanoseconds."""
+    """Wall times of one operation, in rounds. Each round is a list of nanoseconds.
+
+    cpu_ns: CPU time of the measured operations in all rounds, this process's and the node's; 0 = not taken.
+    """
 
     rounds: list[list[int]] = field(default_factory=list)
+    cpu_ns: int = 0
 
     def start_round(self) -> list[int]:
         """The list to append this round's nanoseconds to."""
         self.rounds.append([])
         return self.rounds[-1]
+
+    def clear(self) -> None:
+        """Forget everything: the end of the warm-up."""
+        self.rounds.clear()
+        self.cpu_ns = 0
 
     @property
     def p50_us(self) -> float:
@@ -75,9 +83,11 @@ def row(
     found: Row = {"bench": bench, "op": op, **fields, "p50_us": round(measured.p50_us, 2)}
     found["p99_us"] = round(measured.p99_us, 2)
     found["spread"] = round(measured.spread, 3)
-    found["samples"] = sum(len(times) for times in measured.rounds)
+    samples = found["samples"] = sum(len(times) for times in measured.rounds)
     if nbytes:
         found["gbps"] = round(nbytes / measured.p50_us / 1e3, 3)
+        if measured.cpu_ns:
+            found["cpu_s_per_gb"] = round(measured.cpu_ns / nbytes / samples, 4)
     if limit is not None:
         found["limit_us"] = round(limit.p50_us, 2)
         if nbytes:
@@ -137,16 +147,15 @@ def last_level_cache_bytes() -> int:
     return max(sizes) or 32 << 20
 
 
-def cpu_seconds(pids: Sequence[int] = ()) -> float:
-    """CPU seconds used so far by this process and by the processes `pids` (a dead one counts 0)."""
-    ticks = os.sysconf("SC_CLK_TCK")
-    total = time.process_time()
+def run_ns(pids: Sequence[int]) -> int:
+    """Nanoseconds that all threads of the processes `pids` have run, by the kernel's count; a dead one counts 0."""
+    total = 0
     for pid in pids:
         try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                total += int((task / "schedstat").read_text().split()[0])
         except OSError:
             continue
-        total += (int(fields[11]) + int(fields[12])) / ticks
     return total
 
 
@@ -155,9 +164,9 @@ class Conditions:
 
     def __init__(self, pids: Sequence[int] = ()) -> None:
         """pids: processes that belong to the run, besides this one."""
-        self._pids = list(pids)
+        self._pids = [os.getpid(), *pids]
         self._busy, self._stolen = self._cpu()
-        self._own, self._start = cpu_seconds(self._pids), time.monotonic()
+        self._own, self._start = run_ns(self._pids), time.monotonic()
 
     @staticmethod
     def _cpu() -> tuple[float, float]:
@@ -170,7 +179,7 @@ class Conditions:
         """cores, cpu, kernel, cache, pages, and how many cores others kept busy or the hypervisor took, on average."""
         wall = max(time.monotonic() - self._start, 1e-3)
         busy, stolen = self._cpu()
-        own = cpu_seconds(self._pids) - self._own
+        own = (run_ns(self._pids) - self._own) / 1e9
         pages = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
         return {
             "cores": len(os.sched_getaffinity(0)),
@@ -215,9 +224,12 @@ _COLUMNS = {
     "keys_s": "keys/s",
     "limit_name": "limit",
     "limit_us": "limit us",
-    "limit_gbps": "limit GB/s",
     "ratio": "ratio",
     "spread": "spread",
+    "cpu_s_per_gb": "CPU s/GB",
+    "cpu_percent": "% of a core",
+    "wakeups_s": "wake-ups/s",
+    "index_bytes_per_block": "index B/block",
 }
 
 
@@ -252,8 +264,8 @@ def _columns(rows: Sequence[Row]) -> tuple[list[str], Row]:
     used = [name for name in _COLUMNS if any(name in found for found in rows)]
     constant: Row = {}
     for name in ("path", "batch", "concurrency", "limit_name"):
-        values = [found.get(name) for found in rows]
-        if len(rows) > 1 and name in used and all(value == values[0] for value in values):
+        values = [found[name] for found in rows if name in found]
+        if len(values) > 1 and all(value == values[0] for value in values):
             constant[name] = values[0]
             used.remove(name)
     return used, constant

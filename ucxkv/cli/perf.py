@@ -45,7 +45,7 @@ def perf(
         raise UsageError("--sizes: multiples of 8 bytes")
     with _nodes(address, max(chosen)) as (addresses, pids):
         conditions = Conditions(pids)
-        rows = asyncio.run(_measure(addresses, token_file, chosen, batch, path, quick))
+        rows = asyncio.run(_measure(addresses, pids, token_file, chosen, batch, path, quick))
         facts = conditions.report(node="given" if address else "started for this run, same host")
     print_rows("get and put", rows, facts, as_json=as_json, version=ucxkv.__version__)
 
@@ -62,7 +62,7 @@ def _nodes(address: list[str] | None, largest: int) -> Iterator[tuple[list[str],
 
 
 async def _measure(
-    addresses: list[str], token_file: Path | None, sizes: list[int], batch: int, path: str, quick: bool
+    addresses: list[str], pids: list[int], token_file: Path | None, sizes: list[int], batch: int, path: str, quick: bool
 ) -> list[Row]:
     from rich.console import Console
 
@@ -75,7 +75,7 @@ async def _measure(
             for size in sizes:
                 if status is not None:
                     status.update(f"blocks of {short_size(size)}")
-                work = Workload(kv, size, count=working_set(size, 128 << 20))
+                work = Workload(kv, size, count=working_set(size, 128 << 20), pids=pids)
                 moves = max(8, min(400, _BUDGET_BYTES // size)) // (4 if quick else 1)
                 batches = max(1, moves // batch)
                 used = kv.peers()[0].path

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ucxkv.cli.measure import Blocks, Copier, Row, Series, anonymous_blocks, last_level_cache_bytes, row
+from ucxkv.cli.measure import Blocks, Copier, Row, Series, anonymous_blocks, last_level_cache_bytes, row, run_ns
 from ucxkv.client.results import PutResult
 from ucxkv.errors import IntegrityError
 
 __all__ = ["Workload", "working_set"]
 
 ROUNDS = 5
-Progress = Callable[[str], None]
 
 
 def working_set(nbytes: int, limit_bytes: int) -> int:
@@ -33,10 +32,14 @@ def working_set(nbytes: int, limit_bytes: int) -> int:
 class Workload:
     """Blocks of one size on a connected client."""
 
-    def __init__(self, kv: Any, nbytes: int, *, count: int, seed: int = 1) -> None:
-        """kv: a connected client; nbytes: size of a block, a multiple of 8; count: blocks in the working set."""
+    def __init__(self, kv: Any, nbytes: int, *, count: int, seed: int = 1, pids: Sequence[int] = ()) -> None:
+        """kv: a connected client; nbytes: size of a block, a multiple of 8; count: blocks in the working set.
+
+        pids: the nodes' processes, whose CPU time is counted in gets.
+        """
         assert nbytes % 8 == 0
         self.kv, self.nbytes, self.count, self.seed = kv, nbytes, count, seed
+        self._pids = list(pids)
         self._random = random.Random(seed)
         self._content = np.random.default_rng(seed).integers(1, 1 << 63, nbytes // 8, np.uint64)
         self.keys = np.random.default_rng([seed, nbytes]).integers(1, 255, (count, 16), np.uint8)
@@ -71,6 +74,9 @@ class Workload:
         """n blocks to read and n destinations, each without repetition, in random order."""
         return self._random.sample(range(self.count), n), self._random.sample(range(self.count), n)
 
+    def _cpu_ns(self) -> int:
+        return time.process_time_ns() + run_ns(self._pids)
+
     async def get_single(self, per_round: int, **fields: object) -> Row:
         """One `await kv.get(key, into=block)` at a time, look-up included."""
         measured, limit = Series(), Series()
@@ -79,21 +85,22 @@ class Workload:
             sources, targets = self._draw(per_round)
             keys = [self.keys[source].tobytes() for source in sources]
             views = [self.into[target] for target in targets]
-            times = measured.start_round()
+            times, cpu = measured.start_round(), self._cpu_ns()
             for key, view in zip(keys, views, strict=True):
                 start = time.perf_counter_ns()
                 got = await self.kv.get(key, into=view)
                 times.append(time.perf_counter_ns() - start)
                 if got != self.nbytes:
                     raise IntegrityError(f"get answered {got}, not {self.nbytes}")
+            measured.cpu_ns += self._cpu_ns() - cpu
             for source, target in zip(sources, targets, strict=True):
                 self.verify(source, self.into[target])
             copies = limit.start_round()
             sources, targets = self._draw(per_round)
             copies.extend(map(self.copier.copy_ns, sources, targets))
             if number == 0:
-                measured.rounds.clear()
-                limit.rounds.clear()
+                measured.clear()
+                limit.clear()
         return self._row("get", measured, limit, 1, fields)
 
     async def get_batch(self, batch: int, per_round: int, **fields: object) -> Row:
@@ -106,17 +113,19 @@ class Workload:
             for _ in range(per_round):
                 sources, targets = self._draw(batch)
                 keys, into = self.keys[sources], pool[np.asarray(targets)]
+                cpu = self._cpu_ns()
                 start = time.perf_counter_ns()
                 result = await self.kv.get_many(keys, into=into)
                 times.append(time.perf_counter_ns() - start)
+                measured.cpu_ns += self._cpu_ns() - cpu
                 if result.hits != batch:
                     raise IntegrityError(f"{result.hits} hits of {batch} stored blocks")
                 for source, target in zip(sources, targets, strict=True):
                     self.verify(source, self.into[target])
                 copies.append(self.copier.copies_ns(*self._draw(batch)))
             if number == 0:
-                measured.rounds.clear()
-                limit.rounds.clear()
+                measured.clear()
+                limit.clear()
         return self._row("get_many", measured, limit, batch, fields)
 
     async def put_batch(self, batch: int, per_round: int, **fields: object) -> Row:
@@ -148,8 +157,8 @@ class Workload:
                 await self.kv.delete(keys)
                 copies.append(self._copy_back(sources, targets))
             if number == 0:
-                measured.rounds.clear()
-                limit.rounds.clear()
+                measured.clear()
+                limit.clear()
         return self._row("put" if batch == 1 else "put_many", measured, limit, batch, fields)
 
     def _copy_back(self, sources: list[int], targets: list[int]) -> int:
