@@ -3,7 +3,8 @@
 Importing it loads no libucp, starts no thread and sets no environment variable; the first Context loads libucp.
 
 In reading order: base (errors, deadlines), address, frames, message, control, control_server (control connections);
-library, ucx, memory, progress, endpoint (the binding: ucx.c, ops.c); service (node side: service.c, serve.c), data (client
+library, ucx, memory, progress, endpoint (the binding: ucx.c, ops.c); service (node side: service.c, serve.c), data
+(client
 side: fetch.c), wire.h (the data service's messages); submit (for threads without a loop).
 """
 

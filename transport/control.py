@@ -19,9 +19,7 @@ import array
 import asyncio
 import copy
 import os
-import select
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,7 +27,8 @@ from typing import NamedTuple
 
 from .base import Closed, DeadlineExceeded, ForkGuard, PeerLost, ProtocolError, TransportError, UsageError, remaining_s
 from .frames import FLAG_REPLY, HEADER, HEADER_BYTES, MAX_FDS, MAX_FRAME_BYTES, FrameDecoder, Payload
-from .message import Message, PeerCredentials, close_all
+from .inline import InlineWait
+from .message import Message, PeerCredentials, close_all, credentials_of, describe_peer
 
 __all__ = ["ControlConnection", "Handler", "Message", "PeerCredentials"]
 
@@ -90,11 +89,7 @@ class ControlConnection:
         self._drained: asyncio.Future[None] | None = None
         self._sweep: asyncio.TimerHandle | None = None
         self._sweep_at_ns = 0
-        self._poll = select.poll()
-        self._poll.register(self._fd, select.POLLIN)
-        self._inline_wait_ns = inline_wait_us * 1000
-        self._inline_skip = 0
-        self._inline_misses = 0
+        self._inline = InlineWait(self._fd, inline_wait_us)
         self._is_open = True
         self._is_reading = True
         self._on_closed: list[Callable[[ControlConnection], None]] = []
@@ -144,20 +139,12 @@ class ControlConnection:
         """The peer process over a Unix socket; None over TCP."""
         if not self._is_unix or not self._is_open:
             return None
-        raw = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        return PeerCredentials(*struct.unpack("3i", raw))
+        return credentials_of(self._sock)
 
     @property
     def peer_text(self) -> str:
         """The peer for messages and logs: host:port, or the pid over a Unix socket."""
-        if self._is_unix:
-            who = self.peer_credentials
-            return f"unix:pid={who.pid}" if who else "unix:closed"
-        try:
-            host, port, *_ = self._sock.getpeername()
-        except OSError:
-            return "tcp:closed"
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return describe_peer(self._sock)
 
     def on_closed(self, callback: Callable[[ControlConnection], None]) -> None:
         """Call `callback(connection)` once, when the connection ends; at once if it already did."""
@@ -347,27 +334,9 @@ class ControlConnection:
     # ---- receiving
 
     def wait_inline(self, future: asyncio.Future[Message], deadline_ns: int | None = None) -> None:
-        """Poll the socket for a fast answer, at most `inline_wait_us`; after a miss, skip the next 1, 2, 4 .. 64
-        chances."""
-        if not self._inline_wait_ns or future.done():
-            return
-        if self._inline_skip:
-            self._inline_skip -= 1
-            return
-        clock, poll = time.monotonic_ns, self._poll.poll
-        until = clock() + self._inline_wait_ns
-        if deadline_ns is not None and deadline_ns < until:
-            until = deadline_ns
-        while True:
-            if poll(0):
-                self._readable()
-                if future.done() or not self._is_open:
-                    self._inline_misses = 0
-                    return
-            if clock() >= until:
-                self._inline_skip = 1 << min(self._inline_misses, 6)
-                self._inline_misses += 1
-                return
+        """Poll for a fast answer, at most `inline_wait_us`; the future may be pending afterwards."""
+        if not future.done():
+            self._inline.run(lambda: future.done() or not self._is_open, self._readable, deadline_ns)
 
     def _readable(self) -> None:
         if self._guard.is_forked:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -50,3 +52,21 @@ def close_all(fds: Sequence[int]) -> None:
     """Close these descriptors."""
     for fd in fds:
         os.close(fd)
+
+
+def credentials_of(sock: socket.socket) -> PeerCredentials:
+    """The peer process of a connected Unix socket."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return PeerCredentials(*struct.unpack("3i", raw))
+
+
+def describe_peer(sock: socket.socket) -> str:
+    """The peer of a stream socket, for messages and logs; works on a closed one too."""
+    is_unix = sock.family == socket.AF_UNIX
+    try:
+        if is_unix:
+            return f"unix:pid={credentials_of(sock).pid}"
+        host, port, *_ = sock.getpeername()
+    except OSError:
+        return "unix:closed" if is_unix else "tcp:closed"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

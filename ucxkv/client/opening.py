@@ -9,10 +9,9 @@ as to another host, also on the same one (UCX's peer mode: TCP, or RDMA where th
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING
-
-import structlog
 
 from ucxkv import errors
 from ucxkv.client.link import NodeLink
@@ -34,7 +33,7 @@ __all__ = ["PATHS", "LinkOptions", "open_link"]
 PATHS = ("auto", "mapped", "message", "network")
 _INLINE_WAIT_US = 60
 
-log = structlog.get_logger("ucxkv.client")
+log = logging.getLogger("ucxkv.client")
 
 
 class LinkOptions:
@@ -74,7 +73,8 @@ async def open_link(address: str, options: LinkOptions, deadline_ns: int) -> Nod
         dialed.connection.abort()
         raise
     path.why = why
-    log.info("link.up", node=dialed.welcome.name, address=dialed.welcome.address, path=path.kind.value, why=why)
+    welcome = dialed.welcome
+    log.info("link.up node=%s address=%s path=%s why=%s", welcome.name, welcome.address, path.kind.value, why)
     return NodeLink(dialed.welcome, dialed.connection, path, options.on_lost)
 
 

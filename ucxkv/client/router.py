@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from typing import TYPE_CHECKING
-
-import structlog
 
 from ucxkv import errors
 from ucxkv.client.mapped import MappedPath
@@ -39,7 +38,7 @@ _CACHE_MAX = 65_536
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 _DIAL_S = 5.0
 
-log = structlog.get_logger("ucxkv.client")
+log = logging.getLogger("ucxkv.client")
 
 
 class Router:
@@ -71,7 +70,7 @@ class Router:
         for failure in failures:
             if not isinstance(failure, errors.Unavailable) or not self.links:
                 raise failure
-            log.warning("node.unreachable", why=str(failure))
+            log.warning("node.unreachable why=%s", failure)
         others = [member for name, member in self._known.items() if name not in self.links]
         await asyncio.gather(*(self._dial(member.address, deadline_ns) for member in others), return_exceptions=True)
         self._changed()
@@ -117,7 +116,7 @@ class Router:
         del self.links[link.name]
         reason = link.connection.close_reason
         self._last_error[link.name] = str(reason) if reason else "the connection closed"
-        log.warning("link.lost", node=link.name, why=self._last_error[link.name])
+        log.warning("link.lost node=%s why=%s", link.name, self._last_error[link.name])
         if isinstance(link.path, MappedPath):
             for other in self.links.values():
                 if isinstance(other.path, MappedPath):

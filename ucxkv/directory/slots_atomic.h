@@ -4,6 +4,10 @@
 
 #include <stdatomic.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#include <xmmintrin.h>
+#endif
 
 #include "slots.h"
 #include "xxh3.h"
@@ -115,6 +119,30 @@ static inline uint32_t search(const kv_table *t, const uint8_t *key, uint64_t ha
     return SLOTS_NONE;
 }
 
+/* The slot number of an entry of this line that carries the tag, or SLOTS_NONE. The vector loads only say where to look: the
+ * entry is loaded again as the others are. */
+static inline uint32_t line_candidate(const uint8_t *l, uint32_t tag) {
+#if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)
+    __m128i want = _mm_set1_epi32((int)tag);
+    const float *f = (const float *)l; /* the odd 32-bit words are the tags */
+    __m128 low = _mm_shuffle_ps(_mm_load_ps(f), _mm_load_ps(f + 4), _MM_SHUFFLE(3, 1, 3, 1));
+    __m128 high = _mm_shuffle_ps(_mm_load_ps(f + 8), _mm_load_ps(f + 12), _MM_SHUFFLE(3, 1, 3, 1));
+    __m128i equal = _mm_packs_epi32(_mm_cmpeq_epi32(_mm_castps_si128(low), want),
+                                    _mm_cmpeq_epi32(_mm_castps_si128(high), want));
+    unsigned mask = (unsigned)_mm_movemask_epi8(_mm_packs_epi16(equal, equal)) & 0x7f;
+    if (!mask) return SLOTS_NONE;
+    uint64_t entry = get64(l + 8 * (unsigned)__builtin_ctz(mask));
+    return entry >> 32 == tag ? (uint32_t)entry - 1 : SLOTS_NONE;
+#else
+    uint32_t slot = SLOTS_NONE;
+    for (unsigned e = 0; e < LINE_ENTRIES; e++) {
+        uint64_t entry = get64(l + 8 * e);
+        slot = entry >> 32 == tag && (uint32_t)entry ? (uint32_t)entry - 1 : slot;
+    }
+    return slot;
+#endif
+}
+
 /* What a batch knows of each key before the cache lines it asked for have come. */
 typedef struct {
     uint64_t hash[BATCH];
@@ -130,11 +158,7 @@ static inline void batch_open(const kv_table *t, const uint8_t *keys, unsigned n
     }
     for (unsigned i = 0; i < n; i++) {
         const uint8_t *l = line_at(t, home_line(t, b->hash[i]));
-        uint32_t tag = (uint32_t)b->hash[i], slot = SLOTS_NONE;
-        for (unsigned e = 0; e < LINE_ENTRIES; e++) {
-            uint64_t entry = get64(l + 8 * e);
-            slot = entry >> 32 == tag && (uint32_t)entry ? (uint32_t)entry - 1 : slot;
-        }
+        uint32_t slot = line_candidate(l, (uint32_t)b->hash[i]);
         if (slot >= t->capacity) slot = SLOTS_NONE;
         else __builtin_prefetch(slot_at(t, slot));
         b->slot[i] = slot;
