@@ -30,6 +30,7 @@ LAYERS = {
     "ucxkv.layout": "values",
     "ucxkv.placement": "values",
     "ucxkv.buffers": "values",
+    "ucxkv.paged": "values",
     "ucxkv.sizes": "values",
     "ucxkv.version": "values",
     "ucxkv.protocol": "cores",
@@ -67,11 +68,11 @@ FOREIGN = {
     "cffi": ("ucxkv.transport.build_ucx", "ucxkv.tiers.build_host", "ucxkv.directory.build_slots"),
     "libucx": ("ucxkv.transport.library", "ucxkv.transport.build_ucx"),
     "msgspec": ("ucxkv.protocol", "ucxkv.config"),
-    "structlog": ("ucxkv.node", "ucxkv.client", "ucxkv.cli"),
+    "structlog": ("ucxkv.node", "ucxkv.cli"),
     "prometheus_client": ("ucxkv.node",),
     "typer": ("ucxkv.cli",),
     "rich": ("ucxkv.cli",),
-    "uvloop": ("ucxkv.node", "ucxkv.cli", "ucxkv.sync"),
+    "uvloop": ("ucxkv.node", "ucxkv.cli", "ucxkv.sync", "ucxkv.transport.submit"),
     "typing_extensions": ("ucxkv",),  # for type checkers only
 }
 
