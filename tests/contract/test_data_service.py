@@ -82,8 +82,7 @@ async def test_scattered_destinations_get_their_pieces(client, length, fragment)
     """Goal: a value of many pieces is one value. Method: random cuts, empty pieces too, on each way of sending."""
     if "tcp" in client.node.transports and fragment == 0:
         pytest.skip("over TCP blocks come in fragments")
-    await client.data.aclose()
-    await client.open(fragment)
+    await client.reopen(fragment)
     await client.node.call("publish", first=0, offsets=[0, length], length=length)
     rng = random.Random(length)
     memory = np.full(4 * length + 1000, POISON, np.uint8)
@@ -430,9 +429,7 @@ async def test_a_hundred_sessions_leave_nothing_behind(client):
     node, here = psutil.Process(client.node.process.pid), psutil.Process()
 
     async def once():
-        await client.data.aclose()
-        assert await client.node.call("close_session", token=client.token) is True
-        await client.open()
+        await client.reopen()
         assert (await read(client, [0], 50_000))[0] == [HIT]
 
     for _ in range(10):

@@ -134,6 +134,12 @@ class Client:
             sum_function=address_of("test_sum") if is_checked else 0,
         )
 
+    async def reopen(self, fragment: int | None = None) -> None:
+        """End the session on both sides and open another."""
+        await self.data.aclose()
+        assert await self.node.call("close_session", token=self.token) is True
+        await self.open(fragment)
+
     async def aclose(self) -> None:
         await self.data.aclose()
         await self.worker.aclose()
