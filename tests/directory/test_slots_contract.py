@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,6 +205,25 @@ def test_values_are_copied_over_pieces_and_checked(side: Side) -> None:
     assert reader.view(hit).status == ReadStatus.HIT and reader.view(far).status == ReadStatus.UNMAPPED
 
 
+def test_into_reader_reads_whole_values_and_nothing_else() -> None:
+    """Goal: the one-key fast path answers as `read_one` does. Method: hit, miss, wrong size, over its limit, bad
+    objects.
+    """
+    table, reader = make(SIDES["c"])
+    arena = Arena(4096)
+    hit, miss = chain(2)
+    put(table, [hit], arena=arena)
+    reader.map_region(0, arena.address, arena.size)
+    read_into = reader.into_reader(40)
+    out = bytearray(25)
+    assert read_into(hit, out) == 25 and out == b"value of " + hit
+    assert read_into(miss, out) == -1 == read_into(hit, bytearray(24)) == read_into(hit, bytearray(41))
+    with pytest.raises(BufferError):
+        read_into(hit, bytes(25))
+    with pytest.raises(TypeError):
+        read_into(hit, 25)
+
+
 def test_a_cancelled_read_writes_nothing_more(side: Side) -> None:
     """Goal: cancel stops before the next copy. Method: a flag set beforehand; the destination keeps its poison."""
     table, reader = make(side)
@@ -268,6 +289,23 @@ def test_memory_that_is_no_table_is_refused(side: Side) -> None:
             side.reader(memory)
         words[at] = kept
     side.reader(memory)
+
+
+def test_a_closed_reader_lets_go_of_the_memory_and_misses(side: Side) -> None:
+    """Goal: the mapping can be closed after the reader. Method: close the reader, then the mmap; every call misses."""
+    mapping = mmap.mmap(-1, table_bytes(64))
+    (key,) = chain(1)
+    table = side.table(mapping, 64, epoch=1)
+    put(table, [key])
+    reader = side.reader(mapping)
+    assert reader.match(key) == 1
+    del table
+    reader.close()
+    gc.collect()
+    mapping.close()  # BufferError while anything holds it
+    assert reader.match(key) == 0 and not reader.exists(key)[0] and not reader.lookup(key)[1][0]
+    assert reader.view(key).status == ReadStatus.MISS == reader.read_one(key, 0, 0).status
+    assert len(reader.scan(0, 10)[1]) == 0 and not reader.recheck(0, 1)
 
 
 def test_wrong_arguments_are_named(side: Side) -> None:

@@ -35,6 +35,12 @@ int slots_attach(kv_table *t, void *mem, uint64_t size) {
     return 0;
 }
 
+/* Makes *t a table with nothing in it, so that a search through it after its mapping is gone is a miss. */
+void slots_detach(kv_table *t) {
+    static _Alignas(64) uint8_t empty[128];
+    *t = (kv_table){.mem = empty, .size = sizeof empty, .capacity = 1, .lines = 1, .slots_off = 64, .epoch = t->epoch};
+}
+
 /* Takes the writer's seat on a freshly formatted table. */
 int slots_writer_open(kv_writer *w, void *mem, uint64_t size, void *next) {
     memset(w, 0, sizeof *w);

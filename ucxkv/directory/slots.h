@@ -89,6 +89,7 @@ uint64_t slots_default_lines(uint64_t capacity);
 uint64_t slots_bytes(uint64_t capacity, uint64_t lines);
 int slots_format(void *mem, uint64_t size, uint64_t capacity, uint64_t lines, uint32_t epoch, uint64_t seed);
 int slots_attach(kv_table *t, void *mem, uint64_t size);
+void slots_detach(kv_table *t);
 int slots_writer_open(kv_writer *w, void *mem, uint64_t size, void *next);
 void slots_find(const kv_table *t, uint64_t n, const void *keys, void *idx);
 uint64_t slots_publish(kv_writer *w, uint64_t n, const void *recs, void *idx);

@@ -186,6 +186,11 @@ def is_native() -> bool:
     return _slots is not None
 
 
+def _address(values: Buffer) -> Any:
+    """What cffi takes as the address of these bytes; `bytes` pass as they are."""
+    return values if type(values) is bytes else _slots.ffi.from_buffer(values)
+
+
 def _pointer(values: Buffer, nbytes: int, what: str, *, writable: bool = False) -> Any:
     if type(values) is bytes and len(values) == nbytes and not writable:
         return values  # cffi passes its address as it is
@@ -249,7 +254,7 @@ class SlotTable:
         """Slot numbers of the keys, -1 where not visible; int32[n]."""
         n = count_keys(keys)
         out = np.empty(n, np.int32)
-        self._lib.slots_find(self._table, n, _slots.ffi.from_buffer(keys), _slots.ffi.from_buffer(out))
+        self._lib.slots_find(self._table, n, _address(keys), _slots.ffi.from_buffer(out))
         return out
 
     def publish(self, records: Buffer) -> I32:
@@ -294,7 +299,7 @@ class SlotTable:
         nbytes = self._lib.slots_put(
             self._writer,
             n,
-            _slots.ffi.from_buffer(keys),
+            _address(keys),
             _pointer(parents, KEY_BYTES * n, "parents"),
             _pointer(regions, 2 * n, "regions"),
             _pointer(offsets, 8 * n, "offsets"),
@@ -329,11 +334,13 @@ class SlotReader:
             raise SlotTableError(f"{len(self._memory)} bytes that are no slot table of this version, or a piece of one")
         self._regions = ffi.new("kv_region[]", max_regions)
         self.max_regions = max_regions
+        self._found_type = ffi.typeof("kv_found *")
         self._resolver = ffi.new("kv_resolver *", [self._table, self._regions, max_regions])
 
     def close(self) -> None:
-        """Let go of the memory; no call may be running in another thread, and later ones raise TypeError."""
-        self._table = self._resolver = self._memory = None
+        """Let go of the memory; no call may be running in another thread. Later ones, also of `into_reader`, miss."""
+        self._lib.slots_detach(self._table)
+        self._memory = None
 
     @property
     def capacity(self) -> int:
@@ -364,18 +371,18 @@ class SlotReader:
         n = count_keys(keys)
         records, found = np.empty(n, SLOT_DTYPE), np.empty(n, np.uint8)
         buffer = _slots.ffi.from_buffer
-        self._lib.slots_lookup(self._table, n, buffer(keys), buffer(records), buffer(found))
+        self._lib.slots_lookup(self._table, n, _address(keys), buffer(records), buffer(found))
         return records, found
 
     def match(self, keys: Buffer) -> int:
         """How many keys from the first on are visible without a gap."""
-        return int(self._lib.slots_match(self._table, count_keys(keys), _slots.ffi.from_buffer(keys)))
+        return int(self._lib.slots_match(self._table, count_keys(keys), _address(keys)))
 
     def exists(self, keys: Buffer) -> U8:
         """1 where a key is visible; u8[n]."""
         n = count_keys(keys)
         out = np.empty(n, np.uint8)
-        self._lib.slots_exists(self._table, n, _slots.ffi.from_buffer(keys), _slots.ffi.from_buffer(out))
+        self._lib.slots_exists(self._table, n, _address(keys), _slots.ffi.from_buffer(out))
         return out
 
     def scan(self, cursor: int, limit: int) -> tuple[int, Records]:
@@ -401,18 +408,15 @@ class SlotReader:
         cells = buffer("uint64_t[]", numbers)
         flag = _slots.ffi.NULL if cancel is None else buffer("int32_t[]", cancel.cell)
         hits = self._lib.slots_read(
-            self._table, self._regions, self.max_regions, n, buffer(keys), buffer(first), buffer(iov), buffer(status),
+            self._table, self._regions, self.max_regions, n, _address(keys), buffer(first), buffer(iov), buffer(status),
             cells, cells + n, flag,
         )  # fmt: skip
         return ReadResult(status, numbers[0], numbers[1], int(hits))
 
     def read_one(self, key: Buffer, address: int, length: int) -> Found:
         """`read` of one key into one piece; `Found.address` is 0."""
-        out = _slots.ffi.new("kv_found *")
-        self._check_key(key)
-        self._lib.slots_read_one(
-            self._table, self._regions, self.max_regions, _slots.ffi.from_buffer(key), address, length, out
-        )
+        out = _slots.ffi.new(self._found_type)
+        self._lib.slots_read_one(self._table, self._regions, self.max_regions, _one_key(key), address, length, out)
         return _found(out)
 
     def into_reader(self, limit: int) -> Callable[[bytes, Any], int]:
@@ -433,22 +437,22 @@ class SlotReader:
 
     def view(self, key: Buffer) -> Found:
         """Where one key's value lies in this process. Its bytes stay put only while the caller holds a lease on it."""
-        out = _slots.ffi.new("kv_found *")
-        self._check_key(key)
-        self._lib.slots_view(self._table, self._regions, self.max_regions, _slots.ffi.from_buffer(key), out)
+        out = _slots.ffi.new(self._found_type)
+        self._lib.slots_view(self._table, self._regions, self.max_regions, _one_key(key), out)
         return _found(out)
 
     def recheck(self, slot: int, generation: int) -> bool:
         """Whether this slot is visible with this generation right now."""
         return 0 <= slot <= NONE and bool(self._lib.slots_recheck(self._table, slot, generation))
 
-    @staticmethod
-    def _check_key(key: Buffer) -> None:
-        if as_memory(key).nbytes != KEY_BYTES:
-            raise ValueError(f"a key is {KEY_BYTES} bytes, got {as_memory(key).nbytes}")
-
 
 _READ_STATUS = tuple(ReadStatus)
+
+
+def _one_key(key: Buffer) -> Any:
+    if type(key) is bytes and len(key) == KEY_BYTES:
+        return key
+    return _pointer(key, KEY_BYTES, "key")
 
 
 def _found(out: Any) -> Found:

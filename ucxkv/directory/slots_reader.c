@@ -159,13 +159,13 @@ int slots_read_one(const kv_table *t, const void *regions, uint64_t n_regions, c
     return status;
 }
 
-/* What a search answered, as a kv_found with the value's address here. */
 /* slots_read_one without the report: the status alone, for the hot path. */
 int slots_read_into(const kv_table *t, const void *regions, uint64_t n_regions, const void *key, void *dst, uint64_t len) {
     kv_found found;
     return slots_read_one(t, regions, n_regions, key, (uint64_t)(uintptr_t)dst, len, &found);
 }
 
+/* What a search answered, as a kv_found with the value's address here. */
 static uint8_t locate(const kv_region *regions, uint64_t n_regions, uint32_t number, const kv_slot *slot, kv_found *out) {
     if (number == SLOTS_NONE) {
         *out = (kv_found){.slot = SLOTS_NONE, .status = KV_MISS};

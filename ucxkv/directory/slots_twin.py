@@ -279,8 +279,8 @@ class TwinReader:
         self._regions: dict[int, tuple[int, int]] = {}
 
     def close(self) -> None:
-        """See `SlotReader.close`; later calls raise AttributeError."""
-        del self._index
+        """See `SlotReader.close`."""
+        self._index, self.capacity = _Index(memoryview(bytearray(table_bytes(1, 1))), 1, 1, 0, self.epoch), 1
 
     def map_region(self, region: int, address: int, size_bytes: int) -> None:
         """See `SlotReader.map_region`."""
