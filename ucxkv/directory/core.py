@@ -203,10 +203,7 @@ class Directory:
     def whole(self, slot: int) -> tuple[list[ev.Extent], list[int]]:
         """All extents of a block, and the slots to hide: itself, then its derived ones."""
         words = self.words
-        parts = words.parts(slot)
-        if parts <= 1:
-            return [words.extent(slot)], [slot]
-        derived = self.table.find(b"".join(derived_keys(words.key(slot), parts))).tolist()
+        derived = self.table.find(b"".join(derived_keys(words.key(slot), words.parts(slot)))).tolist()
         return [words.extent(one) for one in (slot, *derived)], [slot, *derived]
 
     # ---- events ----
@@ -326,11 +323,12 @@ class Directory:
     def _depart(
         self, slot: int, extents: list[ev.Extent], hide: list[int], now_ns: int, doomed: Collection[int] = ()
     ) -> int:
-        """Everything about one block's going but hiding its slots, which come to `hide`; its bytes.
+        """Everything about one block's going but hiding its slots, which come to `hide`, and counting; its bytes.
 
         doomed: blocks that go in the same call, so that it doesn't matter what holds them.
         """
-        found, numbers = self.whole(slot)
+        single = self.words.single(slot)
+        found, numbers = ([single], [slot]) if single is not None else self.whole(slot)
         hide += numbers
         above = self.parent[slot]
         if above != NONE and above not in doomed:
@@ -341,10 +339,7 @@ class Directory:
             self.leaving.add_held(self.words.generation(slot), leases, found, now_ns)
         else:
             extents += found
-        size = found[0][2] if len(found) == 1 else sum(length for _, _, length in found)
-        self.blocks -= 1
-        self.bytes -= size
-        return size
+        return single[2] if single is not None else sum(length for _, _, length in found)
 
     def _leave(self, gone: list[int], now_ns: int) -> None:
         """Hide these blocks, in an order where children come before parents."""
@@ -353,7 +348,8 @@ class Directory:
         doomed = set(gone)
         for slot in gone:
             self.policy.remove(slot)
-            self._depart(slot, extents, hide, now_ns, doomed)
+            self.bytes -= self._depart(slot, extents, hide, now_ns, doomed)
+        self.blocks -= len(gone)
         self._hide(hide, extents, now_ns)
 
     def _hide(self, hide: list[int], extents: list[ev.Extent], now_ns: int) -> None:
@@ -371,7 +367,7 @@ class Directory:
             slot = self.policy.pop() if size < event.bytes_needed else -1
             if slot < 0:
                 break
-            if event.regions is not None and not any(e[0] in event.regions for e in self.whole(slot)[0]):
+            if event.regions is not None and not self._is_in(slot, event.regions):
                 passed.append(slot)
                 continue
             size += self._depart(slot, extents, hide, now_ns)
@@ -379,8 +375,17 @@ class Directory:
         for slot in reversed(passed):
             self.policy.readmit(slot)
         self._hide(hide, extents, now_ns)
+        self.blocks -= blocks
+        self.bytes -= size
         self._totals["evicted"] += blocks
         return ev.RemovedReply(blocks, size)
+
+    def _is_in(self, slot: int, regions: Collection[int]) -> bool:
+        """Whether a block has a part in these regions."""
+        single = self.words.single(slot)
+        if single is not None:
+            return single[0] in regions
+        return any(region in regions for region, _, _ in self.whole(slot)[0])
 
     def _lost(self, event: ev.Lost, now_ns: int) -> ev.RemovedReply:
         reply = lose(self, set(event.regions), now_ns)

@@ -55,6 +55,12 @@ class SlotWords:
         words, at = self._words, 8 * slot
         return words[at + 3] >> 48, words[at + 4], words[at + 5] & 0xFFFFFFFF
 
+    def single(self, slot: int) -> Extent | None:
+        """Where a block's value lies; None when the block is split into parts."""
+        words, at = self._words, 8 * slot
+        head = words[at + 3]
+        return (head >> 48, words[at + 4], words[at + 5] & 0xFFFFFFFF) if head >> 40 & 0xFF <= 1 else None
+
     def is_derived(self, slot: int) -> bool:
         """Whether it is part p >= 1 of a block."""
         return bool(self._words[8 * slot + 5] >> 40 & 1)

@@ -39,8 +39,16 @@ class LruPolicy:
 
     def readmit(self, slot: int) -> None:
         """Put a block that is a leaf again where its last use belongs."""
+        last_use, oldest = self._last_use, self._oldest
         assert not self._prev[slot], f"slot {slot} is a leaf already"
-        self._link(slot, after=self._place(self._last_use[slot]) if self._count else -1)
+        if oldest >= 0 and last_use[oldest] >= last_use[slot]:  # what evicting a chain from its tail comes to
+            self._next[oldest] = slot + 1
+            self._prev[slot] = oldest + 2
+            self._next[slot] = 0
+            self._oldest = slot
+            self._count += 1
+        else:
+            self._link(slot, after=self._place(last_use[slot]) if oldest >= 0 else -1)
 
     def remove(self, slot: int) -> None:
         """Take a leaf out; nothing happens when it isn't one."""
@@ -57,8 +65,16 @@ class LruPolicy:
     def pop(self) -> int:
         """Take out the oldest leaf; -1 when there is none."""
         slot = self._oldest
-        if slot >= 0:
-            self._unlink(slot)
+        if slot < 0:
+            return -1
+        younger = self._prev[slot] - 2
+        self._prev[slot] = 0
+        if younger < 0:
+            self._youngest = self._oldest = -1
+        else:
+            self._next[younger] = 0
+            self._oldest = younger
+        self._count -= 1
         return slot
 
     def leaves(self) -> list[int]:
