@@ -112,6 +112,29 @@ def test_an_insertion_that_would_be_out_of_reach_is_refused() -> None:
     assert table.reader().exists(b"".join(seen)).tolist() == [1] * (256 * 7) + [0] * 5
 
 
+def test_keys_whose_hash_would_have_an_empty_tag_are_found() -> None:
+    """Goal: no tag is that of an empty entry. Method: keys made from such hashes by running the hash backwards."""
+    seed, mask = 12345, (1 << 64) - 1
+    hi = seed ^ 0xD6E8FEB86659FD93  # makes the product 0, so the low half can be solved for
+    keys = []
+    for number in range(40):
+        h = number * 0x9E3779B97F4A7C15 & 0xFFFFFFFF00000000
+        h = h ^ h >> 29 ^ h >> 58
+        h = h * pow(0xFF51AFD7ED558CCD, -1, 1 << 64) & mask
+        h = h ^ h >> 32
+        keys.append((h ^ (hi << 32 & mask | hi >> 32)).to_bytes(8, "little") + hi.to_bytes(8, "little"))
+    for kind in (SlotTable, TwinTable):
+        table = kind(aligned(table_bytes(64, 16)), 64, epoch=1, seed=seed, lines=16)
+        if isinstance(table, TwinTable):
+            assert {table._index.hash(key) & 0xFFFFFFFF for key in keys} == {1}
+        for i, key in enumerate(keys):
+            assert put(table, [key], 1) == [PutStatus.STORED]
+            assert table.reader().exists(b"".join(keys)).tolist() == [1] * (i + 1) + [0] * (39 - i)
+        for i in range(0, 40, 2):  # leaves empty entries before used ones
+            table.hide(table.find(keys[i]))
+        assert table.reader().exists(b"".join(keys)).tolist() == [0, 1] * 20
+
+
 def test_the_index_takes_the_bytes_it_promises() -> None:
     """Goal: at most 12 bytes of index a slot. Method: arithmetic over sizes."""
     for capacity in (10**3, 65_536, 10**6, 10**7):

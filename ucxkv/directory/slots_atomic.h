@@ -51,7 +51,8 @@ static inline void pause_cpu(void) {
 static inline uint8_t *line_at(const kv_table *t, uint64_t line) { return t->mem + t->lines_off + line * 64; }
 static inline uint8_t *slot_at(const kv_table *t, uint64_t slot) { return t->mem + t->slots_off + slot * 64; }
 
-/* Seeded, so that a client that chooses its keys cannot aim them all at one line. */
+/* Seeded, so that a client that chooses its keys cannot aim them all at one line. The low half, which is the tag of an entry,
+ * is never 0, so no tag equals that of an empty entry. */
 static inline uint64_t hash_key(const kv_table *t, const uint8_t *key) {
     uint64_t lo, hi;
     memcpy(&lo, key, 8);
@@ -59,7 +60,8 @@ static inline uint64_t hash_key(const kv_table *t, const uint8_t *key) {
     unsigned __int128 m = (unsigned __int128)(lo ^ t->seed ^ 0x9e3779b97f4a7c15ULL) * (hi ^ t->seed ^ 0xd6e8feb86659fd93ULL);
     uint64_t h = (uint64_t)m ^ (uint64_t)(m >> 64) ^ lo ^ (hi << 32 | hi >> 32);
     h = (h ^ h >> 32) * 0xff51afd7ed558ccdULL;
-    return h ^ h >> 29;
+    h ^= h >> 29;
+    return (uint32_t)h ? h : h | 1;
 }
 static inline uint64_t home_line(const kv_table *t, uint64_t hash) { return ((hash >> 32) * t->lines) >> 32; }
 static inline uint64_t next_line(const kv_table *t, uint64_t line) { return line + 1 == t->lines ? 0 : line + 1; }
@@ -119,9 +121,10 @@ static inline uint32_t search(const kv_table *t, const uint8_t *key, uint64_t ha
     return SLOTS_NONE;
 }
 
-/* The slot number of an entry of this line that carries the tag, or SLOTS_NONE. The vector loads only say where to look: the
- * entry is loaded again as the others are. */
-static inline uint32_t line_candidate(const uint8_t *l, uint32_t tag) {
+/* Whether an entry of this line carries the tag; the slot number of the first that does in *slot, or SLOTS_NONE. The vector
+ * loads only say where to look: the entry is loaded again as the others are. */
+static inline int line_candidate(const uint8_t *l, uint32_t tag, uint32_t *slot) {
+    *slot = SLOTS_NONE;
 #if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)
     __m128i want = _mm_set1_epi32((int)tag);
     const float *f = (const float *)l; /* the odd 32-bit words are the tags */
@@ -130,16 +133,16 @@ static inline uint32_t line_candidate(const uint8_t *l, uint32_t tag) {
     __m128i equal = _mm_packs_epi32(_mm_cmpeq_epi32(_mm_castps_si128(low), want),
                                     _mm_cmpeq_epi32(_mm_castps_si128(high), want));
     unsigned mask = (unsigned)_mm_movemask_epi8(_mm_packs_epi16(equal, equal)) & 0x7f;
-    if (!mask) return SLOTS_NONE;
+    if (!mask) return 0;
     uint64_t entry = get64(l + 8 * (unsigned)__builtin_ctz(mask));
-    return entry >> 32 == tag ? (uint32_t)entry - 1 : SLOTS_NONE;
+    if (entry >> 32 == tag) *slot = (uint32_t)entry - 1;
+    return 1;
 #else
-    uint32_t slot = SLOTS_NONE;
     for (unsigned e = 0; e < LINE_ENTRIES; e++) {
         uint64_t entry = get64(l + 8 * e);
-        slot = entry >> 32 == tag && (uint32_t)entry ? (uint32_t)entry - 1 : slot;
+        if (entry >> 32 == tag) *slot = (uint32_t)entry - 1;
     }
-    return slot;
+    return *slot != SLOTS_NONE;
 #endif
 }
 
@@ -147,7 +150,7 @@ static inline uint32_t line_candidate(const uint8_t *l, uint32_t tag) {
 typedef struct {
     uint64_t hash[BATCH];
     uint32_t slot[BATCH]; /* the slot that the home line names for the hash, or SLOTS_NONE */
-    uint8_t gone[BATCH];  /* the home line names none and nothing was pushed past it */
+    uint8_t gone[BATCH];  /* the home line has no such tag and nothing was pushed past it */
 } batch;
 
 /* Hashes up to BATCH keys and requests their lines, then their slots: two rounds of overlapping cache misses for the batch. */
@@ -158,11 +161,12 @@ static inline void batch_open(const kv_table *t, const uint8_t *keys, unsigned n
     }
     for (unsigned i = 0; i < n; i++) {
         const uint8_t *l = line_at(t, home_line(t, b->hash[i]));
-        uint32_t slot = line_candidate(l, (uint32_t)b->hash[i]);
+        uint32_t slot;
+        int seen = line_candidate(l, (uint32_t)b->hash[i], &slot);
         if (slot >= t->capacity) slot = SLOTS_NONE;
         else __builtin_prefetch(slot_at(t, slot));
         b->slot[i] = slot;
-        b->gone[i] = slot == SLOTS_NONE && !get64(l + 56);
+        b->gone[i] = !seen && !get64(l + 56);
     }
 }
 

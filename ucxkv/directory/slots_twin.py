@@ -72,7 +72,8 @@ class _Index:
         product = (lo ^ self.seed ^ 0x9E3779B97F4A7C15) * (hi ^ self.seed ^ 0xD6E8FEB86659FD93)
         h = (product ^ product >> 64 ^ lo ^ (hi << 32 | hi >> 32)) & _MASK
         h = (h ^ h >> 32) * 0xFF51AFD7ED558CCD & _MASK
-        return h ^ h >> 29
+        h ^= h >> 29
+        return h if h & NONE else h | 1
 
     def home(self, hashed: int) -> int:
         return (hashed >> 32) * self.lines >> 32
