@@ -55,6 +55,18 @@ driver() {
 
 check_host() { driver host 100 tests/native/host_check.c; }
 check_slots() { driver slots 100 tests/native/slots_check.c -Iucxkv/directory; }
+check_wire() { driver wire 2 tests/native/wire_fuzz.c -Itransport; }
+
+# The data service on a real UCX. Its memory hooks break ThreadSanitizer at a thread's exit, and UCX itself is not
+# instrumented: what it does inside is left out.
+check_service() {
+  local wheel sources=(transport/{ucx,ops,service,serve,fetch}.c)
+  wheel="$("${PYTHON:-python3}" -c 'import importlib.util as u; print(u.find_spec("libucx").submodule_search_locations[0])' \
+    2>/dev/null)" || { echo "== service: skipped, ${PYTHON:-python3} has no libucx (pip install libucx-cu12)"; return 0; }
+  UCX_MEM_EVENTS=n TSAN_OPTIONS="$TSAN_OPTIONS:ignore_noninstrumented_modules=1" \
+    driver service 100 tests/native/service_check.c "${sources[@]}" -Itransport -isystem "$wheel/include" \
+    -L"$wheel/lib" -Wl,-rpath,"$wheel/lib" -lucp -lucs
+}
 
 # ---- one function per native file; new ones are found by their name
 

@@ -314,18 +314,25 @@ static ucs_status_t kv_on_write(void *arg, const void *header, size_t header_len
     return UCS_INPROGRESS;
 }
 
+static ucs_status_t kv_on_unknown(void *arg, const void *header, size_t header_length, void *data, size_t length,
+                                  const ucp_am_recv_param_t *recv) {
+    (void)header, (void)header_length, (void)data, (void)length, (void)recv;
+    kv_count(&((kv_service *)arg)->counters.malformed, 1);
+    return UCS_OK;
+}
+
+/* Ids that are not ours are counted; without a handler UCX would print a warning for each such message. */
 int32_t kv_serve_install(kv_service *s) {
-    static const struct {
-        unsigned id;
-        ucp_am_recv_callback_t cb;
-    } handlers[] = {{KV_AM_LOOKUP, kv_on_lookup}, {KV_AM_READ, kv_on_read}, {KV_AM_WRITE, kv_on_write}};
-    for (size_t i = 0; i < sizeof handlers / sizeof *handlers; i++) {
+    for (unsigned id = 0; id < 32; id++) {
         ucp_am_handler_param_t param;
         memset(&param, 0, sizeof param);
         param.field_mask =
             UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG;
-        param.id = handlers[i].id;
-        param.cb = handlers[i].cb;
+        param.id = id;
+        param.cb = id == KV_AM_LOOKUP ? kv_on_lookup
+                   : id == KV_AM_READ ? kv_on_read
+                   : id == KV_AM_WRITE ? kv_on_write
+                                       : kv_on_unknown;
         param.arg = s;
         ucs_status_t status = ucp_worker_set_am_recv_handler(s->worker, &param);
         if (status != UCS_OK) return status;

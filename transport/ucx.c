@@ -68,7 +68,7 @@ int32_t kv_worker_open(ucp_context_h context, uint32_t capacity, kv_worker **out
     return 0;
 }
 
-static void kv_held_free(kv_worker *w, kv_held *h) {
+void kv_held_free(kv_worker *w, kv_held *h) {
     if (h->is_rendezvous)
         ucp_am_data_release(w->ucp, h->data);
     else

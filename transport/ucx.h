@@ -99,6 +99,8 @@ struct kv_worker {
     uint64_t last_length;
 };
 
+void kv_held_free(kv_worker *w, kv_held *h);
+
 static inline uint64_t kv_now_ns(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);

@@ -1,0 +1,348 @@
+/* service_check.c: the data service and its client under sanitizers: `service_check SEED ROUNDS`.
+ *
+ * One process: the service's own thread, the client in the main thread, and a third thread that grants, revokes and reads
+ * counters all the time. Rounds of look-ups, reads (every way, pieces, misses, abandoned ones), writes (granted and not),
+ * malformed messages, and sessions that end in the middle. Bytes are compared.
+ */
+#include <poll.h>
+#include <stdio.h>
+#include <unistd.h>
+
+#include "fetch.h"
+#include "service.h"
+
+#define CHECK(condition)                                                                         \
+    do {                                                                                         \
+        if (!(condition)) {                                                                      \
+            fprintf(stderr, "service_check: line %d: %s does not hold\n", __LINE__, #condition); \
+            abort();                                                                             \
+        }                                                                                        \
+    } while (0)
+
+/* declared in cdef.h for Python only */
+int32_t kv_context_open(const char *const *, const char *const *, size_t, int, ucp_context_h *, uint32_t *);
+void kv_context_close(ucp_context_h);
+int32_t kv_worker_open(ucp_context_h, uint32_t, kv_worker **);
+void kv_worker_close(kv_worker *);
+int64_t kv_worker_address(kv_worker *, void *, size_t);
+uint32_t kv_progress(kv_worker *, uint64_t);
+void kv_ring_release(kv_worker *, uint32_t);
+int32_t kv_memory_map(ucp_context_h, uint64_t, uint64_t, ucp_mem_h *, uint64_t *);
+int32_t kv_memory_unmap(ucp_context_h, ucp_mem_h);
+int32_t kv_endpoint_from_address(kv_worker *, const void *, int, kv_endpoint **);
+int32_t kv_endpoint_close(kv_endpoint *, int);
+int kv_endpoint_is_closed(kv_endpoint *);
+void kv_endpoint_free(kv_endpoint *);
+int32_t kv_message_send(kv_endpoint *, uint32_t, const void *, size_t, size_t, const kv_iov *, uint32_t, ucp_mem_h, uint64_t,
+                        uint64_t);
+int32_t kv_service_open(ucp_context_h, uint64_t, uint64_t, uint64_t, kv_service **);
+void kv_service_close(kv_service *);
+int kv_service_result_fd(kv_service *);
+size_t kv_service_address(kv_service *, void *, size_t);
+int32_t kv_service_lend(kv_service *, uint32_t, uint64_t, uint64_t, ucp_mem_h);
+int32_t kv_service_command(kv_service *, int, uint64_t, uint64_t, const void *, size_t, int, int);
+size_t kv_service_results(kv_service *, size_t, uint64_t *, uint64_t *, int32_t *);
+void kv_service_grant(kv_service *, uint64_t, size_t, const uint16_t *, const uint64_t *, const uint64_t *, uint8_t *);
+void kv_service_revoke(kv_service *, uint64_t, size_t, const uint16_t *, const uint64_t *, uint8_t *);
+void kv_service_counters(kv_service *, uint64_t *);
+int32_t kv_fetcher_open(kv_worker *, kv_fetcher **);
+void kv_fetcher_close(kv_fetcher *);
+void kv_fetcher_counters(const kv_fetcher *, uint64_t *);
+int32_t kv_fetch_read(kv_fetcher *, kv_endpoint *, uint64_t, uint64_t, uint32_t, const uint8_t *, const uint32_t *,
+                      const uint64_t *, const uint64_t *, uint32_t, uint64_t, ucp_mem_h, uint64_t);
+int32_t kv_fetch_lookup(kv_fetcher *, kv_endpoint *, uint64_t, uint64_t, uint32_t, const uint8_t *, uint64_t);
+int32_t kv_fetch_write(kv_fetcher *, kv_endpoint *, uint64_t, uint64_t, uint32_t, const uint32_t *, const uint64_t *,
+                       const uint64_t *, const uint16_t *, const uint64_t *, uint32_t, ucp_mem_h, uint64_t);
+int64_t kv_fetch_take(kv_fetcher *, uint64_t, uint8_t *, uint64_t *, uint64_t *, kv_found *, uint32_t *);
+void kv_fetch_endpoint_gone(kv_fetcher *, kv_endpoint *);
+
+const char *__lsan_default_suppressions(void) { return "leak:libucs\nleak:libucp\nleak:libuct\nleak:libucm\n"; }
+
+enum { BLOCKS = 64, SLOT = 1 << 16, KEYS = 16, EXTENTS = 32 };
+static uint8_t *segment;
+static uint64_t lengths[BLOCKS];
+static kv_service *service;
+static _Atomic int is_over;
+static uint64_t state;
+
+static uint64_t next(void) {
+    uint64_t z = (state += 0x9E3779B97F4A7C15ull);
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
+    return z ^ z >> 27;
+}
+
+/* Any sum will do; both sides use this one. Not instrumented: it would take most of the time. */
+__attribute__((no_sanitize("thread", "address", "undefined"))) static uint64_t sum(const void *bytes, size_t n) {
+    uint64_t total = n, word;
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        memcpy(&word, (const uint8_t *)bytes + i, 8);
+        total = total * 0x9E3779B97F4A7C15ull + word;
+    }
+    for (; i < n; i++) total = total * 31 + ((const uint8_t *)bytes)[i];
+    return total;
+}
+
+__attribute__((no_sanitize("thread"))) static void fill(uint8_t *at, uint64_t n, uint64_t seed) {
+    for (uint64_t k = 0; k < n; k++) at[k] = (uint8_t)(k * 13 + seed);
+}
+
+static size_t resolve(void *ctx, size_t n, const uint8_t *keys, kv_found *out) {
+    (void)ctx;
+    for (size_t i = 0; i < n; i++) {
+        uint64_t number;
+        memcpy(&number, keys + 16 * i, 8);
+        memset(&out[i], 0, sizeof out[i]);
+        out[i].status = KV_MISS;
+        if (number >= BLOCKS) continue;
+        out[i].addr = (uint64_t)(uintptr_t)segment + number * SLOT;
+        out[i].length = lengths[number];
+        out[i].sum = sum((void *)(uintptr_t)out[i].addr, lengths[number]);
+        out[i].generation = number + 1;
+        out[i].status = KV_HIT;
+    }
+    return n;
+}
+
+static void *meddler(void *arg) { /* grants and revokes the upper extents of nobody's session */
+    (void)arg;
+    uint64_t seed = 99;
+    while (!is_over) {
+        uint16_t region[4] = {0};
+        uint64_t offset[4], capacity[4], counters[15];
+        uint8_t out[4];
+        for (int i = 0; i < 4; i++) {
+            seed = seed * 6364136223846793005ull + 1442695040888963407ull;
+            offset[i] = (BLOCKS + EXTENTS + (seed >> 33) % 32) * (uint64_t)SLOT;
+            capacity[i] = SLOT;
+        }
+        kv_service_grant(service, 5 + seed % 2, 4, region, offset, capacity, out);
+        kv_service_revoke(service, 5 + seed % 2, 4, region, offset, out);
+        kv_service_counters(service, counters);
+        usleep(200);
+    }
+    return NULL;
+}
+
+static void progress_until(kv_worker *w, kv_fetcher *f, int (*is_done)(kv_worker *, kv_fetcher *, uint64_t), uint64_t arg) {
+    uint64_t until = kv_now_ns() + 60000000000ull;
+    while (!is_done(w, f, arg)) {
+        kv_progress(w, 100000);
+        kv_ring_release(w, w->head - w->tail);
+        CHECK(kv_now_ns() < until);
+    }
+}
+
+static int is_answered(kv_worker *w, kv_fetcher *f, uint64_t ticket) {
+    (void)w, (void)f;
+    uint64_t tickets[8], tokens[8];
+    int32_t statuses[8];
+    size_t n = kv_service_results(service, 8, tickets, tokens, statuses);
+    for (size_t i = 0; i < n; i++)
+        if (tickets[i] == ticket) {
+            CHECK(statuses[i] == 0);
+            return 1;
+        }
+    return 0;
+}
+
+static int is_recorded(kv_worker *w, kv_fetcher *f, uint64_t id) {
+    (void)w;
+    for (kv_fetch *r = f->buckets[id % KV_FETCH_BUCKETS]; r != NULL; r = r->next)
+        if (r->id == id) return r->is_recorded;
+    return 1;
+}
+
+static int is_empty(kv_worker *w, kv_fetcher *f, uint64_t arg) {
+    (void)w, (void)arg;
+    return f->live == 0;
+}
+
+static int is_closed(kv_worker *w, kv_fetcher *f, uint64_t endpoint) {
+    (void)w, (void)f;
+    return kv_endpoint_is_closed((kv_endpoint *)(uintptr_t)endpoint);
+}
+
+typedef struct {
+    kv_worker *worker;
+    kv_fetcher *fetcher;
+    kv_endpoint *endpoint;
+    uint64_t token, id, tickets;
+    uint8_t *buffer;
+} side;
+
+static void session_open(side *c) {
+    static uint8_t address[16384];
+    c->token = next() | 1;
+    int64_t n = kv_worker_address(c->worker, address, sizeof address);
+    CHECK(n > 0 && kv_service_command(service, KV_OPEN_SESSION, ++c->tickets, c->token, address, (size_t)n, 1, 1) == 0);
+    progress_until(c->worker, c->fetcher, is_answered, c->tickets);
+    kv_service_address(service, address, sizeof address);
+    CHECK(kv_endpoint_from_address(c->worker, address, 1, &c->endpoint) == 0);
+}
+
+static void session_close(side *c) {
+    kv_fetch_endpoint_gone(c->fetcher, c->endpoint);
+    CHECK(kv_service_command(service, KV_CLOSE_SESSION, ++c->tickets, c->token, NULL, 0, 0, 0) == 0);
+    progress_until(c->worker, c->fetcher, is_answered, c->tickets);
+    CHECK(kv_endpoint_close(c->endpoint, 1) >= 0);
+    progress_until(c->worker, c->fetcher, is_closed, (uint64_t)(uintptr_t)c->endpoint);
+    kv_endpoint_free(c->endpoint);
+    progress_until(c->worker, c->fetcher, is_empty, 0);
+}
+
+static void read_round(side *c) {
+    uint8_t keys[KEYS * 16] = {0};
+    uint64_t numbers[KEYS], addr[2 * KEYS], len[2 * KEYS], stored[KEYS], generation[KEYS];
+    uint32_t first[KEYS + 1] = {0}, pieces = 0, receives;
+    uint8_t status[KEYS], *at = c->buffer;
+    uint32_t n = 1 + (uint32_t)(next() % KEYS);
+    for (uint32_t i = 0; i < n; i++) {
+        numbers[i] = next() % (BLOCKS + 8);
+        memcpy(keys + 16 * i, &numbers[i], 8);
+        uint64_t length = numbers[i] < BLOCKS ? lengths[numbers[i]] : 100;
+        if (next() % 16 == 0) length++;
+        uint64_t cut = next() % 3 ? length : next() % (length + 1);
+        addr[pieces] = (uint64_t)(uintptr_t)at, len[pieces++] = cut;
+        if (cut < length) addr[pieces] = (uint64_t)(uintptr_t)at + cut, len[pieces++] = length - cut;
+        at += length;
+        first[i + 1] = pieces;
+    }
+    static const uint32_t fragments[] = {4096, 10000, 30000, 65536};
+    uint64_t id = ++c->id;
+    int32_t code = kv_fetch_read(c->fetcher, c->endpoint, c->token, id, n, keys, first, addr, len, fragments[next() % 4],
+                                 (uint64_t)(uintptr_t)sum, NULL, next() % 2 * 30000);
+    CHECK(code >= 0);
+    int is_abandoned = next() % 8 == 0;
+    if (code == 1 && !is_abandoned) progress_until(c->worker, c->fetcher, is_recorded, id);
+    kv_fetch_take(c->fetcher, id, status, stored, generation, NULL, &receives);
+    for (uint32_t i = 0; i < n; i++) {
+        uint64_t length = 0;
+        for (uint32_t k = first[i]; k < first[i + 1]; k++) length += len[k];
+        if (status[i] == KV_HIT) {
+            CHECK(numbers[i] < BLOCKS && stored[i] == length && generation[i] == numbers[i] + 1);
+            CHECK(memcmp((void *)(uintptr_t)addr[first[i]], segment + numbers[i] * SLOT, length) == 0);
+        } else if (!is_abandoned) {
+            CHECK(status[i] == (numbers[i] >= BLOCKS ? KV_MISS : KV_SIZE));
+        }
+    }
+}
+
+static void write_round(side *c) {
+    uint32_t first[5] = {0}, n = 1 + (uint32_t)(next() % 4), receives;
+    uint64_t addr[4], len[4], offset[4], capacity[4];
+    uint16_t region[4] = {0};
+    uint8_t out[4], status[4], *at = c->buffer;
+    for (uint32_t i = 0; i < n; i++) {
+        len[i] = 1 + next() % SLOT;
+        addr[i] = (uint64_t)(uintptr_t)at;
+        fill(at, len[i], c->id + i);
+        at += len[i];
+        offset[i] = (BLOCKS + next() % 8 * 4 + i) * (uint64_t)SLOT;
+        capacity[i] = SLOT;
+        first[i + 1] = i + 1;
+    }
+    uint32_t granted = (uint32_t)(next() % (n + 1));
+    kv_service_grant(service, c->token, granted, region, offset, capacity, out);
+    uint64_t id = ++c->id;
+    int32_t code = kv_fetch_write(c->fetcher, c->endpoint, c->token, id, n, first, addr, len, region, offset,
+                                  next() % 2 ? 4096 : 30000, NULL, 30000);
+    CHECK(code >= 0);
+    if (code == 1) progress_until(c->worker, c->fetcher, is_recorded, id);
+    CHECK(kv_fetch_take(c->fetcher, id, status, NULL, NULL, NULL, &receives) >= 0);
+    kv_service_revoke(service, c->token, n, region, offset, out);
+    for (uint32_t i = 0; i < n; i++) {
+        CHECK(status[i] == (i < granted ? KV_WRITTEN : KV_REFUSED));
+        CHECK(out[i] == (i < granted ? KV_GRANT_OK : KV_GRANT_UNKNOWN));
+        if (i < granted) CHECK(memcmp(segment + offset[i], (void *)(uintptr_t)addr[i], len[i]) == 0);
+    }
+}
+
+static void lookup_round(side *c) {
+    static uint8_t keys[2000 * 16];
+    static kv_found found[2000];
+    uint32_t n = 1 + (uint32_t)(next() % 2000), receives;
+    for (uint32_t i = 0; i < n; i++) {
+        uint64_t number = i % (BLOCKS + 3);
+        memcpy(keys + 16 * i, &number, 8);
+    }
+    uint64_t id = ++c->id;
+    int32_t code = kv_fetch_lookup(c->fetcher, c->endpoint, c->token, id, n, keys, 30000);
+    CHECK(code >= 0);
+    if (code == 1) progress_until(c->worker, c->fetcher, is_recorded, id);
+    kv_fetch_take(c->fetcher, id, NULL, NULL, NULL, found, &receives);
+    for (uint32_t i = 0; i < n; i++) CHECK(found[i].status == (i % (BLOCKS + 3) < BLOCKS ? KV_HIT : KV_MISS) && !found[i].addr);
+}
+
+static void garbage_round(side *c) {
+    uint8_t header[KV_MAX_HEADER], payload[5000];
+    for (size_t i = 0; i < sizeof header; i++) header[i] = next() % 2 ? 0 : (uint8_t)next();
+    if (next() % 2) memcpy(header, &c->token, 8);
+    memset(payload, (int)next(), sizeof payload);
+    kv_iov piece = {(uint64_t)(uintptr_t)payload, next() % sizeof payload};
+    int32_t code = kv_message_send(c->endpoint, 16 + next() % 8, header, next() % sizeof header, 1, &piece,
+                                   UCP_AM_SEND_FLAG_EAGER, NULL, ++c->id, 0);
+    CHECK(code >= 0 || code == UCS_ERR_INVALID_PARAM);
+    uint64_t until = kv_now_ns() + 60000000000ull;
+    while (c->worker->inflight && kv_now_ns() < until) { /* the payload is on this stack */
+        kv_progress(c->worker, 10000);
+        kv_ring_release(c->worker, c->worker->head - c->worker->tail);
+    }
+}
+
+int main(int argc, char **argv) {
+    state = argc > 1 ? strtoull(argv[1], NULL, 0) : 1;
+    long rounds = argc > 2 ? atol(argv[2]) : 100;
+    const char *names[] = {"TLS", "TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE"}, *values[] = {"tcp,self", "256k", "256k"};
+    ucp_context_h context;
+    uint32_t unknown;
+    CHECK(kv_context_open(names, values, 3, 1, &context, &unknown) == 0 && unknown == 0);
+    size_t size = (size_t)(BLOCKS + EXTENTS + 32) * SLOT;
+    segment = calloc(1, size);
+    for (int i = 0; i < BLOCKS; i++) {
+        lengths[i] = i % 4 ? next() % SLOT : next() % 200;
+        fill(segment + i * (size_t)SLOT, lengths[i], (uint64_t)i);
+    }
+    ucp_mem_h memh;
+    uint64_t base;
+    CHECK(kv_memory_map(context, (uint64_t)(uintptr_t)segment, size, &memh, &base) == 0);
+    CHECK(kv_service_open(context, (uint64_t)(uintptr_t)resolve, 0, 50000, &service) == 0);
+    CHECK(kv_service_lend(service, 0, base, size, memh) == 0);
+    side c = {0};
+    CHECK(kv_worker_open(context, 1024, &c.worker) == 0 && kv_fetcher_open(c.worker, &c.fetcher) == 0);
+    c.buffer = malloc(KEYS * (SLOT + 1));
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, meddler, NULL) == 0);
+    session_open(&c);
+    for (long i = 0; i < rounds; i++) {
+        uint64_t kind = next() % 8;
+        if (kind < 4)
+            read_round(&c);
+        else if (kind < 6)
+            write_round(&c);
+        else if (kind == 6)
+            lookup_round(&c);
+        else
+            garbage_round(&c);
+        if (next() % 32 == 0) {
+            session_close(&c);
+            session_open(&c);
+        }
+    }
+    session_close(&c);
+    is_over = 1;
+    pthread_join(thread, NULL);
+    uint64_t counters[15];
+    kv_service_counters(service, counters);
+    CHECK(counters[2] > 0 && counters[12] <= 1);
+    kv_worker_close(c.worker);
+    kv_fetcher_close(c.fetcher);
+    kv_service_close(service);
+    kv_memory_unmap(context, memh);
+    kv_context_close(context);
+    free(segment);
+    free(c.buffer);
+    printf("service_check: %ld rounds, %llu reads, %llu writes, %llu malformed\n", rounds,
+           (unsigned long long)counters[2], (unsigned long long)counters[6], (unsigned long long)counters[10]);
+    return 0;
+}
