@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
+import signal
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -48,6 +50,7 @@ def main() -> int:
     host_bytes = int(needed * 1.15) + (192 << 20)  # room for rounding and for extents granted ahead; nothing is evicted
     before = residue()
     nodes: list[NodeProcess] = []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     started = time.monotonic()
     try:
         with console.status(f"starting 2 nodes with {short_size(host_bytes)} of host memory each"):
@@ -58,6 +61,9 @@ def main() -> int:
     except UcxKvError as exc:
         console.print(str(exc), style="red", markup=False)
         return 2
+    except KeyboardInterrupt:
+        console.print("stopped", style="red")
+        return 130
     finally:
         killed = stop_nodes(nodes)
     left = wait_for_none_left(before, [node.pid for node in nodes])
@@ -116,12 +122,15 @@ def replay(console: Console, addresses: list[str], requests: int) -> tuple[Facts
 
 def run_role(role: str, addresses: list[str], requests: int, pipe: Connection, parent: Connection) -> None:
     """A client process: the writer tells the reader through `pipe` which request is stored; both tell the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops us, in order
     log_to_stderr("warning", as_json=False)
     work = write if role == "writer" else read
     try:
-        parent.send(asyncio.run(work(addresses, read_requests(requests), pipe, parent)))
+        facts = asyncio.run(work(addresses, read_requests(requests), pipe, parent))
     except (UcxKvError, AssertionError, OSError, EOFError) as exc:
-        parent.send({"failed": f"{type(exc).__name__}: {exc}"})
+        facts = {"failed": f"{type(exc).__name__}: {exc}"}
+    with contextlib.suppress(OSError):  # the parent is gone: nobody is left to tell
+        parent.send(facts)
 
 
 async def write(addresses: list[str], requests: list[Request], reader: Connection, parent: Connection) -> Facts:
