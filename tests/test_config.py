@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 from pathlib import Path
 
 import pytest
 
+from ucxkv.cli.node import node
 from ucxkv.config import TOKEN_VARIABLE, load_config, node_config
 from ucxkv.errors import SetupError
 from ucxkv.node.config import NodeConfig
@@ -83,3 +86,20 @@ def test_the_token_comes_from_a_private_file_or_the_environment(tmp_path: Path) 
     secret.write_text("\n")
     with pytest.raises(SetupError, match="empty"):
         node_config(path, environ={})
+
+
+def test_every_key_is_documented_with_its_default() -> None:
+    """Goal: docs/configuration.md is complete. Method: its table against NodeConfig's fields and the flags."""
+    text = (Path(__file__).resolve().parent.parent / "docs" / "configuration.md").read_text()
+    rows = {
+        cells[1].strip(" `"): cells for cells in (line.split("|") for line in text.splitlines() if line[:3] == "| `")
+    }
+    fields = {field.name: field for field in dataclasses.fields(NodeConfig)}
+    assert set(rows) == set(fields) | {"token_file"}
+    flags = inspect.signature(node).parameters
+    for name, cells in rows.items():
+        assert cells[3].strip().startswith("yes") == (name in flags), name
+        if name in fields and name not in ("name", "host_bytes"):
+            default = fields[name].default
+            said = {"[]": (), '""': "", "true": True}.get(cells[2].strip(" `"), cells[2].strip(" `"))
+            assert str(said) == str(default), name
