@@ -111,6 +111,7 @@ class RecordedTree:
         self.about = about
         self._nvml = nvml
         self._folders: dict[str, set[str]] = {}
+        self._there = {*self.files, *self.links.values()}
         for path in (*self.files, *self.links, *self.links.values()):
             parts = path.split("/")
             for depth in range(len(parts)):
@@ -126,8 +127,10 @@ class RecordedTree:
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise _no_recording(path, "another format")
         files, links, nvml = found.get("files"), found.get("links"), found.get("nvml")
-        if not _is_texts(files) or not _is_texts(links) or not (nvml is None or isinstance(nvml, dict)):
-            raise _no_recording(path, "files and links are not texts by path, or nvml is no object")
+        if not (isinstance(files, dict) and isinstance(links, dict) and (nvml is None or isinstance(nvml, dict))):
+            raise _no_recording(path, "files, links or nvml is no object")
+        if not _is_texts(files) or not _is_texts(links):
+            raise _no_recording(path, "files and links are not texts by path")
         return cls(files, links, nvml, str(found.get("about", "")))
 
     def read(self, path: str) -> str:
@@ -141,7 +144,7 @@ class RecordedTree:
     def resolve(self, path: str) -> str:
         """The path with all links followed; empty when nothing is there."""
         real = self._real(path)
-        return real if real in self.files or real in self._folders or real in self.links.values() else ""
+        return real if real in self._there or real in self._folders else ""
 
     def nvml(self) -> Mapping[str, Any] | None:
         """What NVML had said."""
@@ -175,8 +178,8 @@ def open_tree(root: str | os.PathLike[str], *, use_nvml: bool = True) -> SysTree
     return HostTree(path, use_nvml)
 
 
-def _is_texts(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(k, str) and isinstance(v, str) for k, v in value.items())
+def _is_texts(value: Mapping[object, object]) -> bool:
+    return all(isinstance(key, str) and isinstance(text, str) for key, text in value.items())
 
 
 def _no_recording(path: object, found: str) -> SetupFailed:
