@@ -3,9 +3,9 @@
 Invariants: every rail of a choice can carry bytes now and ranks equal to the others (same link layer, same rate, same
 distance); a choice is the same for the same topology and arguments; `stripe` gives every byte to exactly one rail.
 
-How ports are ranked: by the rate that is left of the port's after the way to it, then by distance. The caps below order
-devices, they predict nothing: an RDMA port on the other socket is worth no more than the socket link gives one flow, and
-a GPU's bytes through a host bridge no more than a host bridge forwards peer to peer.
+How ports are ranked: by what the way to a port leaves of its rate, then by distance. The caps below order devices, they
+predict nothing: an RDMA port on the other socket is worth no more than the socket link gives one flow, and a GPU's bytes
+through a host bridge no more than a host bridge forwards peer to peer.
 Source: NVIDIA's GPUDirect RDMA notes; UCX's own distances (UCX_DISTANCE_BW), which know no replicas and no workers.
 """
 
@@ -156,8 +156,8 @@ def _words(apart: Distance, near: str) -> str:
 def rail_numbers(topology: Topology) -> dict[str, tuple[str, int]]:
     """Fabric and rail number of each usable port, by its UCX name.
 
-    Rail k of one machine and rail k of another meet at one leaf switch in a rail-optimised cluster: the fastest ports of
-    one link layer, in the order of their PCI places (that is the order in which such machines are cabled). The fabric is
+    Rail k of one machine and rail k of another meet at one leaf switch in a rail-optimised cluster: ports of one link
+    layer, fastest first, then in the order of their PCI places (in which such machines are cabled). The fabric is
     "ib:<subnet prefix>" or "roce"; ports of different fabrics do not reach each other.
     """
     fabrics: dict[str, list[tuple[float, tuple[str, ...], int, str]]] = {}

@@ -57,7 +57,7 @@ _TIER_GBPS = {TierKind.GPU: 2000.0, TierKind.HOST: 2000.0, TierKind.NVME: 6.0}
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a process is. host, process: opaque, unique; gpu: the PCI address of its memory's GPU, empty for host memory.
+    """Where a process is. host, process: opaque, unique; gpu: PCI address of its memory's GPU, empty for host memory.
 
     nvlinked: PCI addresses of this host's GPUs that its GPU has NVLinks to. rails: (fabric, rail number) of the ports
     that it uses (see `rails.rail_numbers`).
@@ -81,9 +81,9 @@ class Source:
 
 
 def locate(
-    topology: Topology, host: str, process: str, near: str = "", max_rails: int = 2, worker: int = 0
+    topology: Topology, host: str, process: str, *, near: str = "", max_rails: int = 2, worker: int = 0
 ) -> Location:
-    """The location of a process of this machine whose memory is at `near` (as for `choose_rails`). Raises UsageError."""
+    """The location of a process of this machine whose memory is at `near`, as for `choose_rails`. Raises UsageError."""
     numbers = rail_numbers(topology)
     choice = choose_rails(topology, near, max_rails, worker)
     rails = frozenset(numbers[device] for device in choice.devices if device in numbers)

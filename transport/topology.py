@@ -114,7 +114,7 @@ class Topology:
 
 
 def read_topology(tree: SysTree | None = None) -> Topology:
-    """Read a machine; default: this one, with NVML. Never raises for what is missing; takes milliseconds without NVML."""
+    """Read a machine; default: this one, with NVML. Never raises for what is missing; milliseconds without NVML."""
     tree = HostTree() if tree is None else tree
     nvml = tree.nvml()
     return Topology(
