@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["Node"]
 
 _GREETING_FRAME_BYTES = 64 << 10
-_TICK_S = 0.05
+_IDLE_NS = 1_000_000_000
 _TASKS_MAX = 64
 
 log = structlog.get_logger("ucxkv.node")
@@ -65,6 +65,7 @@ class Node:
         self._server: ControlServer | None = None
         self._metrics: MetricsServer | None = None
         self._tick: asyncio.TimerHandle | None = None
+        self._tick_ns = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._started_ns = 0
         self._is_open = False
@@ -93,7 +94,7 @@ class Node:
         self._loop = asyncio.get_running_loop()
         self._started_ns = time.monotonic_ns()
         listen = parse_address(config.listen)
-        self.store = await asyncio.to_thread(HostStore, config, self.node_id, self.epoch)
+        self.store = await asyncio.to_thread(HostStore, config, self.node_id, self.epoch, self._wake_at)
         self.service = Service(config, self.store)
         self._greeter = Greeter(config.token, self._welcome)
         self._server = await ControlServer.start(
@@ -117,7 +118,7 @@ class Node:
             log.info("metrics.start", address=self._metrics.address)
         own = m.MemberInfo(self.node_id, config.name, self.address, self.epoch, weight=config.host_bytes / (1 << 30))
         self.peers = PeerLinks(own, config.token, self)
-        self._tick = self._loop.call_later(_TICK_S, self._on_tick)
+        self._wake_at(None)
         if config.join:
             await self.peers.join(config.join)
         log.info(
@@ -174,18 +175,22 @@ class Node:
     ) -> None:
         await self.aclose()
 
-    def _on_tick(self) -> None:
-        self._tick = self._loop.call_later(_TICK_S, self._on_tick)
-        self._let_time_pass()
-
-    def after_grace(self) -> None:
-        """Look again when the grace of what was just hidden is over."""
-        if self._is_open:
-            self._loop.call_later(self.config.grace_ms / 1e3, self._let_time_pass)
+    def _wake_at(self, due_ns: int | None) -> None:
+        """Let time pass at `due_ns`, when something falls due there, and once a second in any case."""
+        now_ns = time.monotonic_ns()
+        due_ns = now_ns + _IDLE_NS if due_ns is None else min(due_ns, now_ns + _IDLE_NS)
+        if self._tick is not None:
+            if self._tick_ns <= due_ns:
+                return
+            self._tick.cancel()
+        self._tick_ns = due_ns
+        self._tick = self._loop.call_later(max(0.0, (due_ns - now_ns) / 1e9), self._let_time_pass)
 
     def _let_time_pass(self) -> None:
+        self._tick = None
         if self._is_open:
             self._tell_surrendered(self.store.tick(time.monotonic_ns()))
+            self._wake_at(self.store.next_ns())
 
     # ---- connections
 
@@ -298,9 +303,7 @@ class Node:
                 self.store.release(session.id, request.lease, now_ns)
                 return None
             case m.Delete():
-                answer = self.store.delete(request.keys, now_ns)
-                self.after_grace()
-                return answer
+                return self.store.delete(request.keys, now_ns)
             case m.Damaged():
                 self.store.damaged(request.keys, now_ns)
                 return None
@@ -340,7 +343,6 @@ class Node:
             case m.Reclaim():
                 member = next((p for p in self.peers.members() if p.name == session.name), None)
                 freed = 0 if member is None else self.store.reclaim(member.node_id, request.nbytes, time.monotonic_ns())
-                self.after_grace()
                 return m.Done(ok=freed > 0, value=freed)
             case _:
                 raise errors.UsageError(f"a {type(request).__name__} was not expected here")
@@ -367,7 +369,6 @@ class Node:
         answer, short = self.store.grant(session.id, request.length, request.count, now_ns)
         self._lend(session, answer.capacity, answer.offsets)
         if short:
-            self.after_grace()
             for member in self.peers.members():
                 if member.node_id != self.node_id and self.store.adopted_bytes(member.name):
                     self._spawn_reclaim(member.node_id, short)
@@ -449,7 +450,6 @@ class Node:
     def peer_lost(self, member: m.MemberInfo) -> None:
         """See PeerListener."""
         self.store.node_lost(member, time.monotonic_ns())
-        self.after_grace()
 
     def members_changed(self) -> None:
         """See PeerListener: clients are told."""

@@ -32,7 +32,7 @@ from ucxkv.tiers.segments import HostSegment
 from ucxkv.tiers.slabs import UNIT_BYTES, SlabAllocator
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from ucxkv.node.config import NodeConfig
 
@@ -47,7 +47,10 @@ _EVICT_ROUND_BYTES = 256 << 20
 class HostStore:
     """Memory, grants and directory of one node. node_id, epoch: this incarnation's."""
 
-    def __init__(self, config: NodeConfig, node_id: int, epoch: int) -> None:
+    def __init__(
+        self, config: NodeConfig, node_id: int, epoch: int, on_due: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self._on_due = on_due
         self._config = config
         self._name = config.name
         self.epoch = epoch
@@ -366,6 +369,10 @@ class HostStore:
 
     # ---- time, effects, reports
 
+    def next_ns(self) -> int | None:
+        """When `tick` has something to do next (0: now); None: nothing waits."""
+        return 0 if self._surrendered else self.directory.next_ns()
+
     def tick(self, now_ns: int) -> dict[int, m.Surrender]:
         """Let time pass: leases end, late writers are dropped, memory comes back. Returns what other nodes are to
         be told.
@@ -381,6 +388,9 @@ class HostStore:
         outcome = self.directory.handle(event, now_ns)
         for effect in outcome.effects:
             self._free((region, offset) for region, offset, _ in effect.extents)
+        due_ns = self.next_ns()
+        if due_ns is not None:
+            self._on_due(due_ns)
         return outcome.reply
 
     def _free(self, places: Iterable[tuple[int, int]]) -> None:
