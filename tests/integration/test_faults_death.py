@@ -1,4 +1,4 @@
-"""A node that dies, hangs, restarts or leaves: reads miss, puts say UNAVAILABLE, within the deadline; then it works again.
+"""A node that dies, hangs, restarts or leaves: reads miss, puts say UNAVAILABLE, by the deadline; then all works again.
 
 Statuses and counts only: a deadline is checked by what a call answers, never by how long this machine took.
 """

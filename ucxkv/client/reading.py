@@ -101,7 +101,7 @@ async def _read_at(router: Router, link: NodeLink, keys: bytes, pieces: Pieces, 
     hits = status == 0
     if hits.any():
         link.touch(b"".join(keys[16 * i : 16 * i + 16] for i in np.flatnonzero(hits).tolist()))
-    corrupt = np.flatnonzero(status == _CORRUPT)
-    if len(corrupt):
-        link.report_damage(b"".join(keys[16 * i : 16 * i + 16] for i in corrupt.tolist()))
+    doubtful = np.flatnonzero((status == _CORRUPT) | (status == ReadStatus.STALE))
+    if len(doubtful):  # by message a bad sum looks like a block that changed twice; the node tells them apart
+        link.report_damage(b"".join(keys[16 * i : 16 * i + 16] for i in doubtful.tolist()))
     return status, lengths

@@ -1,0 +1,332 @@
+"""Who may write and who may read which memory, when writers vanish, leases end, bytes rot and the tier is full."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import ucxkv
+from tests.conftest import blocks, keys
+from tests.harness import ROOT, NodeProcess, wait_until
+from ucxkv import PutStatus, ReadStatus
+from ucxkv.node import Node, NodeConfig
+
+MIB = 1 << 20
+
+
+class Writer:
+    """A `tests.writer` process."""
+
+    def __init__(self, address: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.writer", address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            cwd=ROOT,
+            text=True,
+        )
+        assert self.process.stdout is not None and self.process.stdout.readline() == "ready\n"
+
+    def tell(self, command: str) -> str:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+async def number(kv: ucxkv.Client, name: str) -> float:
+    """One number of the only node's report."""
+    return (await kv.status())[0].numbers[name]
+
+
+async def is_number(kv: ucxkv.Client, name: str, value: float) -> bool:
+    return await number(kv, name) == value
+
+
+# ---- writers that vanish
+
+
+async def test_a_writer_killed_between_grant_and_commit_leaves_nothing(node: NodeProcess) -> None:
+    """User voice 14. Method: kill -9 writers that hold grants; another client puts the same key; space is back."""
+    async with ucxkv.connect(node.address) as kv:
+        free = await number(kv, "free_bytes")
+        for _ in range(3):
+            writer = Writer(node.address)
+            assert int(writer.tell("grant 1000000 6")) == 6
+            assert await number(kv, "granted_bytes") >= 6_000_000
+            writer.end()
+            await wait_until(lambda: is_number(kv, "granted_bytes", 0), "the grants are back")
+        for name in ("quarantined_bytes", "vanished_writers"):
+            await wait_until(lambda name=name: is_number(kv, name, 0), f"{name} is 0")
+        assert await number(kv, "free_bytes") == free and await number(kv, "connections") == 1
+        assert await kv.put(keys(1)[0], bytes(1_000_000)) is PutStatus.STORED
+
+
+async def test_extents_of_a_writer_that_still_lives_are_not_reused(node: NodeProcess) -> None:
+    """Goal: quarantine. Method: a writer closes without Bye, is stopped, wakes and scribbles; others fill the tier."""
+    async with ucxkv.connect(node.address) as kv:
+        writer = Writer(node.address)
+        try:
+            assert int(writer.tell("grant 100000 60")) == 60
+            assert writer.tell("close") == "closed"
+            await wait_until(lambda: is_number(kv, "granted_bytes", 0), "the connection's end is seen")
+            assert await number(kv, "quarantined_bytes") >= 6_000_000 and await number(kv, "vanished_writers") == 1
+            writer.signal(signal.SIGSTOP)
+            k, b = keys(500), blocks(500, 100_000)
+            assert (await kv.put_many(k, b)).ok  # most of the tier, some of it more than once
+            writer.signal(signal.SIGCONT)
+            assert writer.tell("scribble") == "done"
+            into = np.zeros_like(b)
+            got = await kv.get_many(k, into)
+            hit = got.status == ReadStatus.HIT
+            assert hit.sum() > 300 and (into[hit] == b[hit]).all()
+            assert set(got.status.tolist()) == {ReadStatus.HIT, ReadStatus.MISS} or hit.all()
+            assert kv.stats()["corrupt"] == 0, "a vanished writer's memory was given to another"
+            assert await number(kv, "quarantined_bytes") >= 6_000_000
+        finally:
+            writer.end()
+        await wait_until(lambda: is_number(kv, "quarantined_bytes", 0), "the process has ended")
+        assert await number(kv, "vanished_writers") == 0
+
+
+async def test_sixteen_writers_of_one_key_some_killed(node: NodeProcess) -> None:
+    """User voice 13. Method: 8 processes and 8 clients put one key at once, some are killed; one wins whole."""
+    writers = await asyncio.gather(*(asyncio.to_thread(Writer, node.address) for _ in range(8)))
+    clients = [await ucxkv.connect(node.address) for _ in range(8)]
+    kv = clients[0]
+    try:
+        for writer in writers:
+            writer.tell("grant 50000 2")
+            writer.tell("scribble")
+        for round_ in range(2):
+            (key,) = keys(1)
+            asked = [asyncio.to_thread(writer.tell, f"put {key.hex()}") for writer in writers[4:]]
+            asked_here = [client.put(key, bytes([i]) * 50_000) for i, client in enumerate(clients)]
+            for writer in writers[round_ * 2 : round_ * 2 + 2]:
+                assert writer.process.stdin is not None
+                writer.process.stdin.write(f"put {key.hex()}\n")
+                writer.process.stdin.flush()
+                writer.signal(signal.SIGKILL)
+            outside, inside = await asyncio.gather(*asked), await asyncio.gather(*asked_here)
+            said = [PutStatus(int(answer)) for answer in outside] + inside
+            assert set(said) <= {PutStatus.STORED, PutStatus.ALREADY} and said.count(PutStatus.STORED) <= 1
+            value = await kv.get(key)
+            assert await kv.exists(key) and value is not None and value == value[:1] * 50_000
+            if PutStatus.STORED in inside:
+                assert value[0] == inside.index(PutStatus.STORED)
+            for client in clients:
+                assert await client.get(key) == value and await client.put(key, b"other") is PutStatus.ALREADY
+    finally:
+        for writer in writers:
+            writer.end()
+        for client in clients[1:]:
+            await client.aclose()
+    await wait_until(lambda: is_number(kv, "connections", 1), "all sessions are gone")
+    kv._router.sole.putter.return_grants()
+    for name in ("granted_bytes", "quarantined_bytes", "vanished_writers"):
+        await wait_until(lambda name=name: is_number(kv, name, 0), f"{name} is 0")
+    await kv.aclose()
+
+
+# ---- leases and reuse
+
+
+@pytest.mark.parametrize("path", ["mapped", "message"])
+async def test_a_reader_slower_than_reuse_never_sees_the_other_pattern(path: str) -> None:
+    """User voices 5, 6. Method: small tier, one fills it with ever new patterns, others read old keys all the time."""
+    with NodeProcess(host_bytes="16MiB") as node:
+        async with ucxkv.connect(node.address) as writer, ucxkv.connect(node.address, path=path) as reader:
+            known: dict[bytes, int] = {}
+            stop = asyncio.Event()
+            wrong: list[bytes] = []
+            hits = 0
+
+            async def read() -> None:
+                nonlocal hits
+                into = np.empty((8, 200_000), np.uint8)
+                while not stop.is_set():
+                    some = list(known)[-60:][:: max(1, len(known) // 16)][:8]
+                    got = await reader.get_many(some, into[: len(some)])
+                    for i in np.flatnonzero(got.status == ReadStatus.HIT).tolist():
+                        hits += 1
+                        if not (into[i] == known[some[i]]).all():
+                            wrong.append(some[i])
+                    await asyncio.sleep(0)
+
+            readers = [asyncio.create_task(read()) for _ in range(2)]
+            for pattern in range(300):
+                (key,) = keys(1)
+                known[key] = pattern % 251
+                await writer.put(key, np.full(200_000, pattern % 251, np.uint8))
+            stop.set()
+            await asyncio.gather(*readers)
+            assert not wrong and hits > 50
+            assert await number(writer, "evicted") > 100
+
+
+async def test_a_view_outlives_a_short_lease_only_while_it_is_valid(node: NodeProcess) -> None:
+    """User voice 5. Method: a view whose renewal is stopped; valid turns False before its memory is reused."""
+    async with ucxkv.connect(node.address) as kv:
+        (key,), value = keys(1), os.urandom(500_000)
+        await kv.put(key, value)
+        view = await kv.view(key, ttl_s=0.3)
+        assert view is not None
+        await asyncio.sleep(0.5)
+        assert view.valid and view.data == value, "renewed in the background"
+        renewal = view._lease._renewal
+        assert renewal is not None
+        renewal.cancel()
+        await kv.delete([key])
+        while view.valid:
+            assert view.data == value
+            await kv.put_many(keys(40), blocks(40, 500_000))
+        assert await number(kv, "leases") <= 1
+        await view.aclose()
+
+
+async def test_a_reader_killed_under_a_lease_holds_memory_for_its_time_only(node: NodeProcess) -> None:
+    """User voices 14, 15. Method: a process takes a lease and is killed; the lease ends by its time."""
+    code = (
+        "import asyncio, sys, ucxkv\n"
+        "async def main():\n"
+        "    kv = await ucxkv.connect(sys.argv[1])\n"
+        "    await kv.lease([bytes.fromhex(sys.argv[2])], ttl_s=1.0).__aenter__()\n"
+        "    print('held', flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    async with ucxkv.connect(node.address) as kv:
+        (key,) = keys(1)
+        await kv.put(key, b"v" * 1000)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, node.address, key.hex(),
+            stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert process.stdout is not None
+        while await process.stdout.readline() != b"held\n":
+            continue  # log lines
+        assert await number(kv, "leases") == 1
+        process.kill()
+        await process.wait()
+        await wait_until(lambda: is_number(kv, "leases", 0), "the lease has run out")
+
+
+# ---- a full tier
+
+
+async def test_a_tier_whose_blocks_are_all_leased_answers_by_the_deadline(node: NodeProcess) -> None:
+    """User voice 18. Method: lease everything, 100 puts with a deadline: NO_SPACE; release: puts work again."""
+    async with ucxkv.connect(node.address) as kv:
+        k = keys(61)
+        assert (await kv.put_many(k, blocks(61, MIB - 4096))).stored > 50
+        lines = node.log().count("\n")
+        async with kv.lease(k, ttl_s=60) as lease:
+            assert lease.granted.sum() > 50
+            statuses = await asyncio.gather(*(kv.put(key, bytes(8 * MIB), deadline_s=0.5) for key in keys(100)))
+            refused = [status for status in statuses if status is not PutStatus.STORED]
+            assert len(refused) > 90 and set(refused) <= {PutStatus.NO_SPACE, PutStatus.UNAVAILABLE}
+            assert PutStatus.NO_SPACE in refused
+            with pytest.raises(ucxkv.Overloaded, match="NO_SPACE"):
+                (await kv.put_many(keys(2), blocks(2, 8 * MIB), deadline_s=0.2)).raise_for_status()
+            held = np.flatnonzero(lease.granted).tolist()
+            assert (await kv.exists_many([k[i] for i in held])).all(), "a leased block was evicted"
+        assert node.log().count("\n") <= lines + 5, "the log was flooded"
+        assert (await kv.put_many(keys(30), blocks(30, MIB), deadline_s=5)).ok
+
+
+async def test_a_put_with_a_short_deadline_does_not_wait_for_one_with_a_long_one(node: NodeProcess) -> None:
+    """Goal: each put has its own deadline. Method: full tier, a put of 30 s, then one of 0.2 s; cancel the first."""
+    async with ucxkv.connect(node.address) as kv:
+        k = keys(61)
+        await kv.put_many(k, blocks(61, MIB - 4096))
+        async with kv.lease(k, ttl_s=60):
+            long = asyncio.create_task(kv.put(keys(1)[0], bytes(8 * MIB), deadline_s=30))
+            await asyncio.sleep(0.05)
+            short = await kv.put(keys(1)[0], bytes(8 * MIB), deadline_s=0.2)
+            assert short is not PutStatus.STORED and not long.done()
+            long.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await long
+        assert await kv.put(keys(1)[0], bytes(8 * MIB), deadline_s=5) is PutStatus.STORED
+
+
+async def test_sizes_that_alternate_find_space_in_a_full_tier(node: NodeProcess) -> None:
+    """Goal: no size class keeps the memory. Method: 12 sizes, each round as much as the tier; every put is stored."""
+    async with ucxkv.connect(node.address) as kv:
+        for _ in range(2):
+            for nbytes in (100, 5 * MIB, 4096, MIB, 16_384, 65_536, 7 * MIB, 300_000, 2 * MIB, 1000, 20 * MIB, 50_000):
+                n = max(1, min(2000, 30 * MIB // nbytes))
+                k, b = keys(n), blocks(n, nbytes)
+                put = await kv.put_many(k, b, deadline_s=10)
+                assert put.ok, (nbytes, np.bincount(put.status))
+                assert await kv.get(k[-1]) == b[-1].tobytes()
+
+
+async def test_look_ups_hold_nothing_in_a_full_tier(node: NodeProcess) -> None:
+    """User voices 15, 16. Method: 10,000 exists and match hits without a get, probing all the time; fill it twice."""
+    async with ucxkv.connect(node.address) as kv, ucxkv.connect(node.address) as prober:
+        k = keys(1000)
+        assert (await kv.put_many(k, blocks(1000, 50_000))).stored == 1000
+        for _ in range(5):
+            await prober.exists_many(k)
+            await prober.match(k)
+
+        async def probe() -> None:
+            while True:
+                await prober.exists_many(k)
+                await asyncio.sleep(0.001)
+
+        probing = asyncio.create_task(probe())
+        fresh = keys(2400)
+        assert (await kv.put_many(fresh, blocks(2400, 50_000))).ok
+        probing.cancel()
+        assert (await kv.exists_many(fresh[-500:])).all()
+        assert await number(kv, "leases") == 0 and not (await kv.exists_many(k)).all()
+
+
+# ---- bytes that rot
+
+
+@pytest.mark.parametrize("path", ["mapped", "message"])
+async def test_a_flipped_byte_is_a_miss_and_the_block_and_what_hangs_on_it_go(path: str) -> None:
+    """User voice 29. Method: flip one stored byte in the node's segment; get, get again, descendants, put again."""
+    config = NodeConfig(name="rot", listen="127.0.0.1:0", host_bytes=16 * MIB)
+    async with Node(config) as node, ucxkv.connect(node.address, path=path) as kv:
+        k, b = keys(6), blocks(6, 30_000)
+        assert (await kv.put_many(k, b, "chain")).ok
+        records, found = node.store.directory.lookup(k[2])
+        assert found[0]
+        node.store.segment.view[int(records["offset"][0]) + 12_345] ^= 1
+        into = np.zeros_like(b)
+        got = await kv.get_many(k, into)
+        bad = ReadStatus.CORRUPT if path == "mapped" else ReadStatus.STALE
+        assert got.status.tolist() == [ReadStatus.HIT] * 2 + [bad] + [ReadStatus.HIT] * 3
+        assert (into[[0, 1, 3, 4, 5]] == b[[0, 1, 3, 4, 5]]).all()
+        await wait_until(lambda: _gone(kv, k[2:]), "the block and its descendants are dropped")
+        assert await kv.get(k[2]) is None and (await kv.match(k)).blocks == 2
+        assert (await kv.get_many(k[2:], into[2:])).status.tolist() == [ReadStatus.MISS] * 4
+        assert (await kv.put_many(k, b, "chain")).status.tolist() == [PutStatus.ALREADY] * 2 + [PutStatus.STORED] * 4
+        assert (await kv.get_many(k, into)).hits == 6 and (into == b).all()
+        assert kv.stats()[bad.name.lower()] == 1 and (await number(kv, "damaged")) >= 1
+        node.store.check()
+
+
+async def _gone(kv: ucxkv.Client, k: list[bytes]) -> bool:
+    return not (await kv.exists_many(k)).any()
