@@ -14,6 +14,7 @@ asserts it.
 from __future__ import annotations
 
 import os
+import secrets
 from array import array
 from typing import TYPE_CHECKING, TypeVar
 
@@ -64,7 +65,7 @@ class HostStore:
             self.segment.close()
             raise
         self.table_bytes = self.table_segment.size_bytes
-        self.table = SlotTable(self.table_segment.view, capacity, epoch=epoch, seed=node_id)
+        self.table = SlotTable(self.table_segment.view, capacity, epoch=epoch, seed=secrets.randbits(64))
         self.slabs = SlabAllocator(self.segment.size_bytes)
         self.grants = GrantTable(limit_bytes=self.slabs.capacity_bytes)
         self._grant_share_bytes = int(config.host_bytes * config.grant_share_max)
@@ -149,6 +150,8 @@ class HostStore:
             return 0
         regions = None if not self._regions.others else {OWN_SEGMENT}
         gone = self._handle(events.Evict(needed, regions=regions), now_ns)
+        if regions is not None and not gone.blocks:  # the old end is full of blocks that lie elsewhere
+            gone = self._handle(events.Evict(needed), now_ns)
         self.counts["evicted"] += gone.blocks
         self.counts["evicted_bytes"] += gone.bytes
         return gone.bytes
