@@ -66,6 +66,7 @@ FOREIGN = {
     "numpy": ("ucxkv",),
     "xxhash": ("ucxkv",),
     "cffi": ("ucxkv.transport.build_ucx", "ucxkv.tiers.build_host", "ucxkv.directory.build_slots"),
+    "pynvml": ("ucxkv.transport.nvml",),
     "libucx": ("ucxkv.transport.library", "ucxkv.transport.build_ucx"),
     "msgspec": ("ucxkv.protocol", "ucxkv.config"),
     "structlog": ("ucxkv.node", "ucxkv.cli"),

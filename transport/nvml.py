@@ -1,4 +1,4 @@
-"""GPUs and their NVLinks as NVIDIA's driver tells them: the only module that loads `pynvml` (package nvidia-ml-py).
+"""GPUs and their NVLinks as NVIDIA's driver tells them: the only module that imports `pynvml` (package nvidia-ml-py).
 
 Nothing is imported before `probe` is called; without the package, a driver or a GPU the answer is None. No serial
 number, UUID or process is asked for.
@@ -6,7 +6,6 @@ number, UUID or process is asked for.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 __all__ = ["probe"]
@@ -25,9 +24,10 @@ def probe(library: Any = None) -> dict[str, Any] | None:
     """
     if library is None:
         try:
-            library = importlib.import_module("pynvml")
+            import pynvml
         except ImportError:
             return None
+        library = pynvml
     try:
         library.nvmlInit()
     except library.NVMLError:

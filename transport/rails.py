@@ -3,8 +3,8 @@
 Invariants: every rail of a choice can carry bytes now and ranks equal to the others (same link layer, same rate, same
 distance); a choice is the same for the same topology and arguments; `stripe` gives every byte to exactly one rail.
 
-How ports are ranked: by what the way to a port leaves of its rate, then by distance. The caps below order devices, they
-predict nothing: an RDMA port on the other socket is worth no more than the socket link gives one flow, and a GPU's bytes
+How ports are ranked: by what the way to a port leaves of its rate, then by distance. The caps below order devices and
+predict nothing: a port on the other socket is worth no more than the socket link gives one flow, and a GPU's bytes
 through a host bridge no more than a host bridge forwards peer to peer.
 Source: NVIDIA's GPUDirect RDMA notes; UCX's own distances (UCX_DISTANCE_BW), which know no replicas and no workers.
 """
@@ -39,6 +39,7 @@ class RailChoice:
     transport: str
     """"InfiniBand", "RoCE v2", "RoCE v1", "TCP", or empty."""
     apart: Distance | None
+    """None where nothing was named to be near to."""
     rate_gbps: float
     """Of one device; 0 unknown."""
     gid_indices: tuple[int, ...]
@@ -102,7 +103,8 @@ def choose_rails(topology: Topology, near: str = "", max_rails: int = 2, worker:
         why += f"; {len(found) - len(equal)} farther or slower"
     gids = tuple(candidate.gid_index or 0 for candidate in taken)
     devices = tuple(candidate.device for candidate in taken)
-    return RailChoice(near, devices, first.transport, first.apart, first.rate_gbps, gids, why)
+    apart = first.apart if near else None
+    return RailChoice(near, devices, first.transport, apart, first.rate_gbps, gids, why)
 
 
 def _port_candidate(topology: Topology, near: str, device: RdmaDevice, port: RdmaPort) -> _Candidate:
@@ -140,7 +142,13 @@ def _over_tcp(topology: Topology, near: str, worker: int) -> RailChoice:
     chosen = equal[worker % len(equal)]
     speed = f"{chosen.speed_gbps:g} Gb/s" if chosen.speed_gbps else "of unknown speed"
     return RailChoice(
-        near, (chosen.name,), "TCP", best[2], chosen.speed_gbps, (), f"{why}; interface {speed}, {len(up)} up"
+        near,
+        (chosen.name,),
+        "TCP",
+        best[2] if near else None,
+        chosen.speed_gbps,
+        (),
+        f"{why}; interface {speed}, {len(up)} up",
     )
 
 
