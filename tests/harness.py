@@ -40,13 +40,14 @@ class NodeProcess:
         listen: str = "127.0.0.1:0",
         join: str = "",
         limits: dict[int, int] | None = None,
+        prefix: tuple[str, ...] = (),
         **options: str | bool,
     ) -> None:
-        """limits: resource -> soft and hard limit of the process."""
+        """limits: resource -> soft and hard limit of the process; prefix: a command that execs what follows it."""
         flags: dict[str, str | bool] = {"name": name, "listen": listen, "host_bytes": "64MiB", **options}
         if join:
             flags["join"] = join
-        argv = [sys.executable, "-c", _PROGRAM, "node"]
+        argv = [*prefix, sys.executable, "-c", _PROGRAM, "node"]
         for flag, value in flags.items():
             option = flag.replace("_", "-")
             argv += [f"--{option}", value] if isinstance(value, str) else [f"--{'' if value else 'no-'}{option}"]
