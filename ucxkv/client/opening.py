@@ -19,6 +19,7 @@ from ucxkv.client.mapped import MappedPath
 from ucxkv.dial import Caller, Dialed, dial, host_identity
 from ucxkv.directory import SlotTableError
 from ucxkv.tiers.base import TierError
+from ucxkv.transport.base import PeerLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,14 +119,22 @@ async def _dial_local(welcome: m.Welcome, caller: Caller, options: LinkOptions, 
         raise errors.Unavailable("the node runs on another host")
     if not welcome.local_name:
         raise errors.Unavailable("the node offers no local socket")
-    local = await dial(
-        f"unix:@{welcome.local_name}",
-        caller,
-        deadline_ns,
-        handler=options.handler,
-        want_memory=options.path in ("auto", "mapped"),
-        inline_wait_us=_INLINE_WAIT_US,
-    )
+    try:
+        local = await dial(
+            f"unix:@{welcome.local_name}",
+            caller,
+            deadline_ns,
+            handler=options.handler,
+            want_memory=options.path in ("auto", "mapped"),
+            inline_wait_us=_INLINE_WAIT_US,
+        )
+    except errors.Unavailable as exc:
+        if isinstance(exc.__cause__, PeerLost):
+            raise errors.Unavailable(
+                "the node's local socket cannot be reached from here, though its kernel is the same: another network "
+                "namespace (a container?)"
+            ) from exc
+        raise
     if local.welcome.node_id != welcome.node_id:
         for fd in local.fds:
             os.close(fd)
