@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ucxkv.cli import data, doctor, node, perf
+from ucxkv.cli import data, doctor, node, perf, topo
 from ucxkv.errors import SetupError, UcxKvError, Unavailable, UsageError
 
 __all__ = ["app", "run"]
@@ -28,6 +28,7 @@ app.command("ls")(data.ls)
 app.command("rm")(data.rm)
 app.command("perf")(perf.perf)
 app.command("doctor")(doctor.doctor)
+app.command("topo")(topo.topo)
 
 
 @app.command("version")

@@ -37,7 +37,7 @@ def test_one_numa_node_places_nothing(name: str) -> None:
     """Goal: a no-op where there is nothing to choose. Method: auto and node 0 on machines of one node."""
     machine = recorded.machine(name)
     for policy in ("auto", 0):
-        placed = placement_for_node(machine, policy)  # type: ignore[arg-type]
+        placed = placement_for_node(machine, policy)
         assert (placed.numa, placed.cpus) == (None, ())
 
 

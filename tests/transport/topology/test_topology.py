@@ -150,7 +150,7 @@ def test_distances_are_symmetric(name: str) -> None:
 def test_unknown_numa_nodes_are_far_on_a_machine_with_several() -> None:
     """Goal: an unknown fact never makes things near. Method: two nodes, two devices on different bridges, node -1."""
     files = {"sys/devices/system/node/online": "0-1"}
-    links = {}
+    links: dict[str, str] = {}
     for name, path in (("eth0", "pci0000:00/0000:00:01.0"), ("eth1", "pci0000:80/0000:80:01.0")):
         folder = f"sys/devices/{path}"
         files |= {f"{folder}/numa_node": "-1", f"{folder}/net/{name}/type": "1"}
