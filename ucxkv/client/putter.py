@@ -17,7 +17,7 @@ import numpy as np
 
 from ucxkv import errors
 from ucxkv.client.grants import GrantCache, Taken
-from ucxkv.client.path import INLINE_BYTES, U8, U64, chunk_bounds
+from ucxkv.client.path import INLINE_BYTES, U8, U64
 from ucxkv.client.results import PutStatus
 from ucxkv.dial import mapped_error, raise_failure
 from ucxkv.protocol import MessageError, decode, encode
@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 __all__ = ["Putter"]
 
 _PUTS_IN_FLIGHT = 8
-_PUT_CHUNK_BYTES = 1 << 20
-_PUT_CHUNK_KEYS = 1024
+_CHUNK_BYTES_MIN = 1 << 20
+_CHUNK_BYTES_MAX = 8 << 20
+_CHUNKS_A_BATCH = 8
+_CHUNK_KEYS_MAX = 1024
 _GRANT_IDLE_S = 10.0
 _RETRY_MIN_S = 0.001
 _RETRY_MAX_S = 0.05
@@ -117,7 +119,7 @@ class Putter:
         self._check_sizes(pieces)
         self._note_put()
         uniform = n == 1 or bool((pieces.nbytes == pieces.nbytes[0]).all())
-        if uniform and n <= _PUT_CHUNK_KEYS and int(pieces.nbytes[0]) * n <= _PUT_CHUNK_BYTES:
+        if uniform and n <= _CHUNK_KEYS_MAX and int(pieces.nbytes[0]) * n <= _CHUNK_BYTES_MIN:
             return await self._put_small(keys, parents, pieces, deadline_ns)
         status = np.full(n, _UNAVAILABLE, np.uint8)
         flying: list[tuple[int, int, asyncio.Future[ControlMessage], int]] = []
@@ -126,9 +128,10 @@ class Putter:
             for begin, end in _runs(pieces, uniform):
                 while begin < end:
                     length = int(pieces.nbytes[begin])
-                    while flying and self.grants.count(length) < _per_chunk(length, end - begin):
+                    while flying and self.grants.count(length) < end - begin:
                         await self._collect(flying.pop(0), status)  # its answer brings extents
-                    taken = await self._extents(length, end - begin, deadline_ns)
+                    batch = n - begin if uniform else end - begin
+                    taken = await self._extents(length, end - begin, batch, deadline_ns)
                     if not len(taken):
                         status[begin:end] = _NO_SPACE
                         break
@@ -163,7 +166,7 @@ class Putter:
         done = 0
         try:
             while done < n:
-                taken = await self._extents(length, n - done, deadline_ns)
+                taken = await self._extents(length, n - done, n - done, deadline_ns)
                 if not len(taken):
                     status[done:] = _NO_SPACE
                     break
@@ -261,7 +264,8 @@ class Putter:
         """
         self._check_sizes(pieces)
         self._note_put()
-        taken = await self._extents(int(pieces.nbytes[0]), len(pieces), deadline_ns)
+        count = min(len(pieces), _CHUNK_KEYS_MAX)
+        taken = await self._extents(int(pieces.nbytes[0]), count, len(pieces), deadline_ns)
         if not len(taken):
             return None
         try:
@@ -271,21 +275,23 @@ class Putter:
             raise
         return taken, sums
 
-    async def _extents(self, length: int, count: int, deadline_ns: int) -> Taken:
-        """At least one extent for values of `length` bytes, up to a chunk's worth; none when the node stays full."""
-        per_chunk = _per_chunk(length, count)
-        if self.grants.count(length) >= per_chunk:
-            return self.grants.take(length, per_chunk)
+    async def _extents(self, length: int, count: int, batch: int, deadline_ns: int) -> Taken:
+        """One to `count` extents for values of `length` bytes; none when the node stays full.
+
+        batch: how many the whole call will need: a request to the node asks for them all, so that later chunks wait for
+        nothing.
+        """
+        if self.grants.count(length) >= count:
+            return self.grants.take(length, count)
         try:
             async with asyncio.timeout(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)):
                 await self._granting.acquire()
         except TimeoutError:
-            return self.grants.take(length, per_chunk)
+            return self.grants.take(length, count)
         try:
-            while self.grants.count(length) < per_chunk:
-                answer = await self._link.ask(
-                    m.Grant(length=length, count=min(count, 4 * _PUT_CHUNK_KEYS)), deadline_ns
-                )
+            while (held := self.grants.count(length)) < count:
+                missing = min(batch - held, 4 * _CHUNK_KEYS_MAX)
+                answer = await self._link.ask(m.Grant(length=length, count=missing), deadline_ns)
                 if not isinstance(answer, m.Granted):
                     raise errors.Unavailable("the node's answer to a grant does not fit it", node=self._name)
                 self.grants.learn(length, answer.capacity)
@@ -297,7 +303,7 @@ class Putter:
                 if not answer.retry_after_ms or time.monotonic_ns() + int(pause * 1e9) >= deadline_ns:
                     break
                 await asyncio.sleep(pause)
-            return self.grants.take(length, per_chunk)
+            return self.grants.take(length, count)
         finally:
             self._granting.release()
 
@@ -322,15 +328,21 @@ class Putter:
                 return
 
 
-def _per_chunk(length: int, count: int) -> int:
-    """How many of `count` values of `length` bytes one put message commits."""
-    return max(1, min(count, _PUT_CHUNK_KEYS, _PUT_CHUNK_BYTES // max(1, length)))
+def _chunk_bytes(total: int) -> int:
+    """Bytes that one put message commits, of a batch of `total` bytes: few messages, and still some to overlap."""
+    return min(_CHUNK_BYTES_MAX, max(_CHUNK_BYTES_MIN, total // _CHUNKS_A_BATCH))
 
 
 def _runs(pieces: Pieces, uniform: bool) -> list[tuple[int, int]]:
-    """Neighbouring values of one length, cut into chunks that are copied and committed while the next one is copied."""
-    if uniform:
-        cuts = chunk_bounds(pieces.nbytes, _PUT_CHUNK_BYTES)
-        return list(itertools.pairwise(cuts))
-    edges = [0, *(np.flatnonzero(np.diff(pieces.nbytes)) + 1).tolist(), len(pieces)]
-    return list(itertools.pairwise(edges))
+    """Runs of neighbouring values of one length: each is copied while the one before it is committed, in one
+    message.
+    """
+    limit = _chunk_bytes(pieces.total_bytes)
+    edges = [0, len(pieces)]
+    if not uniform:
+        edges[1:1] = (np.flatnonzero(np.diff(pieces.nbytes)) + 1).tolist()
+    out = []
+    for begin, end in itertools.pairwise(edges):
+        step = max(1, min(_CHUNK_KEYS_MAX, limit // max(1, int(pieces.nbytes[begin]))))
+        out += [(at, min(at + step, end)) for at in range(begin, end, step)]
+    return out
