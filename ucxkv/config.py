@@ -70,6 +70,8 @@ def node_config(
             values["host_bytes"] = parse_size(str(values["host_bytes"]))
         except UsageError as exc:
             raise SetupError(f"{origin['host_bytes']}: host_bytes: {exc}") from exc
+    if isinstance(values.get("numa"), str) and str(values["numa"]).isdecimal():
+        values["numa"] = int(str(values["numa"]))
     try:
         config = msgspec.convert(values, NodeConfig)
     except msgspec.ValidationError as exc:
@@ -137,6 +139,8 @@ def _check(config: NodeConfig, origin: Mapping[str, str]) -> None:
             raise refuse(key, getattr(config, key), "a share between 0 and 1")
     if config.free_low > config.free_high:
         raise refuse("free_low", config.free_low, f"at most free_high ({config.free_high})")
+    if isinstance(config.numa, int) and config.numa < 0:
+        raise refuse("numa", config.numa, "auto, off, or a NUMA node's number")
     for key in ("grace_ms", "slots_count"):
         if getattr(config, key) < 0:
             raise refuse(key, getattr(config, key), "0 or more")

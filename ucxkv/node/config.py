@@ -30,6 +30,10 @@ class NodeConfig:
     """
     huge_pages: Literal["auto", "never", "require"] = "auto"
     """auto | never | require. Huge pages spare the TLB on large copies; auto falls back to 4 KiB pages and says so."""
+    numa: Literal["auto", "off"] | int = "auto"
+    """auto | off | a NUMA node's number: where memory and data thread go. auto: beside the best network device, if one
+    NUMA node has all of those; it does nothing on a machine with one NUMA node.
+    """
     slots_count: int = 0
     """Blocks the directory can hold; 0 = one for every 16 KiB of host_bytes, at least 65,536 (64 + 32 bytes each)."""
     join: tuple[str, ...] = ()

@@ -25,6 +25,7 @@ from ucxkv.node.config import NodeConfig
 from ucxkv.node.greeting import Greeter
 from ucxkv.node.metrics import MetricsServer
 from ucxkv.node.peers import PeerLinks, check_member
+from ucxkv.node.placing import Placing
 from ucxkv.node.service import Service
 from ucxkv.node.session import Session, SessionState
 from ucxkv.node.store import HostStore
@@ -94,8 +95,11 @@ class Node:
         self._loop = asyncio.get_running_loop()
         self._started_ns = time.monotonic_ns()
         listen = parse_address(config.listen)
-        self.store = await asyncio.to_thread(HostStore, config, self.node_id, self.epoch, self._wake_at)
-        self.service = Service(config, self.store)
+        self.placing = await asyncio.to_thread(Placing, config)
+        self.store = await asyncio.to_thread(
+            self.placing.near, HostStore, config, self.node_id, self.epoch, self._wake_at
+        )
+        self.service = Service(config, self.store, self.placing)
         self._greeter = Greeter(config.token, self._welcome)
         self._server = await ControlServer.start(
             [listen, UnixAddress(self._local_name)],
@@ -128,6 +132,7 @@ class Node:
             epoch=self.epoch,
             **self.store.facts(),
             **self.service.facts(),
+            **self.placing.facts(),
         )
 
     async def serve_forever(self) -> None:
@@ -481,5 +486,5 @@ class Node:
             epoch=self.epoch,
             uptime_s=(time.monotonic_ns() - self._started_ns) / 1e9,
             numbers=self._numbers(),
-            facts={**self.store.facts(), **self.service.facts()},
+            facts={**self.store.facts(), **self.service.facts(), **self.placing.facts()},
         )

@@ -16,6 +16,7 @@ from ucxkv.transport.base import TransportError
 
 if TYPE_CHECKING:
     from ucxkv.node.config import NodeConfig
+    from ucxkv.node.placing import Placing
     from ucxkv.node.store import HostStore
     from ucxkv.protocol import messages as m
     from ucxkv.transport.memory import MemoryRegion
@@ -32,7 +33,7 @@ log = structlog.get_logger("ucxkv.node")
 class Service:
     """The data service of one node; `address` is empty and `why_off` says why while it is off."""
 
-    def __init__(self, config: NodeConfig, store: HostStore) -> None:
+    def __init__(self, config: NodeConfig, store: HostStore, placing: Placing) -> None:
         self.address = b""
         self.why_off = ""
         self._context: Context | None = None
@@ -43,13 +44,13 @@ class Service:
             self.why_off = "switched off by message_path = false"
             return
         try:
-            self._start(config, store)
+            self._start(config, store, placing)
         except (TransportError, errors.SetupError, ImportError, OSError) as exc:
             self.why_off = str(exc)
             self._stop()
             log.warning("service.off", why=self.why_off)
 
-    def _start(self, config: NodeConfig, store: HostStore) -> None:
+    def _start(self, config: NodeConfig, store: HostStore, placing: Placing) -> None:
         from ucxkv.transport.memory import MemoryRegion
         from ucxkv.transport.service import DataService
         from ucxkv.transport.ucx import Context
@@ -57,7 +58,8 @@ class Service:
         self._context = Context(is_shared=True, library_path=config.ucx_library or None)
         self._region = MemoryRegion.at(self._context, store.segment.address, store.segment.size_bytes, store.segment)
         resolve, context = store.resolver()
-        self._data = DataService(self._context, resolve, context)
+        with placing.thread():
+            self._data = DataService(self._context, resolve, context)
         self._data.lend(OWN_REGION, self._region)
         self.address = self._data.address
 
