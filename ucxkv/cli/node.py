@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -78,11 +78,12 @@ def node(
     log_to_stderr(log_level, log_json or not sys.stderr.isatty())
     if stop_with_stdin:
         threading.Thread(target=_stop_with_stdin, name="stdin", daemon=True).start()
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(settings))
+    with os.fdopen(os.dup(1), "w") as out, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        os.dup2(2, 1)  # libucp writes its warnings to standard output, which carries the READY line and nothing else
+        runner.run(_serve(settings, out))
 
 
-async def _serve(config: NodeConfig) -> None:
+async def _serve(config: NodeConfig, out: TextIO) -> None:
     import ucxkv
     from ucxkv.node import Node
 
@@ -92,7 +93,7 @@ async def _serve(config: NodeConfig) -> None:
         loop.add_signal_handler(number, stop.set)
     async with Node(config) as running:
         ready = {"event": READY, "name": config.name, "address": running.address, "pid": os.getpid()}
-        print(json.dumps({**ready, "version": ucxkv.__version__}), flush=True)
+        print(json.dumps({**ready, "version": ucxkv.__version__}), file=out, flush=True)
         serving = asyncio.ensure_future(running.serve_forever())
         stopping = asyncio.ensure_future(stop.wait())
         try:

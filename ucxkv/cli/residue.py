@@ -8,24 +8,41 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = ["residue"]
 
+_LOOKS, _PAUSE_S = 4, 0.25
 _OURS = re.compile(r"ucx")  # ucxkv, ucx_shm_posix_...
 
 
 def residue() -> set[str]:
     """Files in /dev/shm and abstract Unix sockets with our or UCX's names that no living process has open or mapped.
 
-    Sees the processes that this user may inspect; as another user's it may report what that user still holds.
+    Something that others open or close while we look is looked at again, so this takes up to a second. Sees the
+    processes
+    that this user may inspect; as another user's it may report what that user still holds.
     """
+    left = _unheld()
+    for _ in range(_LOOKS - 1):
+        if not left:
+            break
+        time.sleep(_PAUSE_S)
+        left &= _unheld()
+    return left
+
+
+def _unheld() -> set[str]:
+    """One look: named before and after the holders were listed, and held by none of them."""
     sockets, files = _sockets(), _shared_files()
     if not sockets and not files:
         return set()
     held = set(_held())
-    found = {f"socket @{name}" for inode, name in sockets.items() if f"socket:[{inode}]" not in held}
+    still = _sockets().keys()
+    found = {f"socket @{name}" for inode, name in sockets.items() if f"socket:[{inode}]" not in held and inode in still}
+    files &= _shared_files()
     return found | {path for path in files if path not in held and f"{path} (deleted)" not in held}
 
 
