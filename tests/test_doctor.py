@@ -64,6 +64,29 @@ def test_an_rdma_host_with_the_wheel_is_told_to_install_a_system_ucx(tmp_path: P
     assert better["memlock"].state is State.OK
 
 
+def test_the_chosen_device_and_a_port_with_too_few_lanes_are_shown(tmp_path: Path) -> None:
+    """Goal: the choice is visible, a badly seated card too. Method: a 100 Gb/s port on 16, then on 4 lanes."""
+    card, port = "sys/devices/pci0000:00/0000:00:01.0", "infiniband/mlx5_0/ports/1"
+    tree = {
+        f"{card}/current_link_speed": "8.0 GT/s PCIe\n",
+        f"{card}/current_link_width": "16\n",
+        f"{card}/{port}/state": "4: ACTIVE\n",
+        f"{card}/{port}/rate": "100 Gb/sec (4X EDR)\n",
+        f"{card}/{port}/link_layer": "InfiniBand\n",
+    }
+    root = _tree(tmp_path, {**PLAIN, **tree})
+    (root / "sys/class/infiniband").mkdir(parents=True)
+    (root / "sys/class/infiniband/mlx5_0").symlink_to(Path("../../..") / card / "infiniband/mlx5_0")
+    found = _findings(Host(LAPTOP, root))["network device"]
+    assert found.state is State.OK
+    assert "mlx5_0:1: anywhere on this host, 100 Gb/s InfiniBand" in found.found
+    (root / card / "current_link_width").write_text("4\n")
+    found = _findings(Host(LAPTOP, root))["network device"]
+    assert found.state is State.WARN
+    assert "mlx5_0 32 of 100 Gb/s (x4 at 8 GT/s)" in found.cost
+    assert found.fix
+
+
 def test_a_tight_container_gets_a_fix_for_each_want(tmp_path: Path) -> None:
     """Goal: whatever warns names its cost and its fix. Method: a container that refuses everything it can."""
     files = {

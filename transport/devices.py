@@ -52,6 +52,11 @@ class PciPlace:
         """The device's own address; empty without PCI."""
         return self.path[-1] if self.path else ""
 
+    @property
+    def link_gbps(self) -> float:
+        """What the device's link carries after encoding (8b/10b up to 5 GT/s, 128b/130b above); 0 unknown."""
+        return self.link_gtps * self.link_lanes * (0.8 if self.link_gtps <= 5 else 128 / 130)
+
 
 @dataclass(frozen=True, slots=True)
 class Gid:

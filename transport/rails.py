@@ -3,9 +3,9 @@
 Invariants: every rail of a choice can carry bytes now and ranks equal to the others (same link layer, same rate, same
 distance); a choice is the same for the same topology and arguments; `stripe` gives every byte to exactly one rail.
 
-How ports are ranked: by what the way to a port leaves of its rate, then by distance. The caps below order devices and
-predict nothing: a port on the other socket is worth no more than the socket link gives one flow, and a GPU's bytes
-through a host bridge no more than a host bridge forwards peer to peer.
+How ports are ranked: by what its PCIe link and the way to it leave of a port's rate, then by distance. The caps below
+order devices and predict nothing: a port on the other socket is worth no more than the socket link gives one flow, and a
+GPU's bytes through a host bridge no more than a host bridge forwards peer to peer.
 Source: NVIDIA's GPUDirect RDMA notes; UCX's own distances (UCX_DISTANCE_BW), which know no replicas and no workers.
 """
 
@@ -110,7 +110,7 @@ def choose_rails(topology: Topology, near: str = "", max_rails: int = 2, worker:
 def _port_candidate(topology: Topology, near: str, device: RdmaDevice, port: RdmaPort) -> _Candidate:
     gid = port.gid
     transport = "InfiniBand" if port.link_layer == "InfiniBand" else gid.kind if gid else "RoCE"
-    apart, left = _reach(topology, near, device.name, port.rate_gbps)
+    apart, left = _reach(topology, near, device.name, min(port.rate_gbps, device.place.link_gbps or port.rate_gbps))
     return _Candidate(f"{device.name}:{port.number}", transport, port.rate_gbps, left, apart, port.gid_index)
 
 

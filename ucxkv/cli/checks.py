@@ -237,6 +237,34 @@ def check_rdma(host: Host) -> Finding:
     return Finding("RDMA", State.WARN, "; ".join(ports), "no port is active: TCP is used", "ip link set DEV up; ibstat")
 
 
+def check_devices(host: Host) -> Finding:
+    """Which network device does ucxkv take here, where does a node go, and does each RDMA port have its PCIe lanes?"""
+    from ucxkv.transport.affinity import placement_for_node
+    from ucxkv.transport.rails import choose_rails
+    from ucxkv.transport.sysfs import HostTree
+    from ucxkv.transport.topology import read_topology
+
+    topology = read_topology(HostTree(host.root, use_nvml=False))
+    choice, placed = choose_rails(topology), placement_for_node(topology)
+    node = "no NUMA placement" if placed.numa is None else f"node memory on NUMA node {placed.numa}"
+    found = f"{choice.net_devices}: {choice.why}; {node} ({placed.why})"
+    narrow = [
+        f"{device.name} {device.place.link_gbps:.0f} of {port.rate_gbps:g} Gb/s "
+        f"(x{device.place.link_lanes} at {device.place.link_gtps:g} GT/s)"
+        for device, port in topology.usable_ports()
+        if 0 < device.place.link_gbps < port.rate_gbps
+    ]
+    if not narrow:
+        return Finding("network device", State.OK if choice.gid_indices else State.INFO, found)
+    return Finding(
+        "network device",
+        State.WARN,
+        found,
+        f"a PCIe link is slower than its port: {', '.join(narrow)}",
+        "put the card into a slot with more lanes or a newer generation; check the BIOS setting of the slot",
+    )
+
+
 def check_gpu(host: Host) -> Finding:
     """Is there a GPU?"""
     version = host.read("proc/driver/nvidia/version").splitlines()
@@ -274,6 +302,7 @@ CHECKS: tuple[Callable[[Host], Finding], ...] = (
     check_process_vm,
     check_io_uring,
     check_rdma,
+    check_devices,
     check_gpu,
 )
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.transport.topology import recorded
 from ucxkv.transport.base import UsageError
+from ucxkv.transport.devices import PciPlace
 from ucxkv.transport.rails import CUT_BYTES, Piece, choose_rails, rail_numbers, stripe
 from ucxkv.transport.topology import Distance, read_topology
 
@@ -51,12 +52,22 @@ def test_a_slow_port_nearby_does_not_beat_a_fast_one_on_the_other_socket() -> No
     """Goal: rate counts before distance. Method: the dual-socket machine with a 25 Gb/s port added on socket 0."""
     box = recorded.machine("dual_socket")
     fast = box.rdma[0]
-    onboard = next(interface for interface in box.interfaces if interface.name == "eno8303")
-    slow = replace(fast, name="bnxt_re0", place=onboard.place, ports=(replace(fast.ports[0], rate_gbps=25.0),))
+    place = PciPlace(("pci0000:00", "0000:00:09.0"), numa=0)
+    slow = replace(fast, name="bnxt_re0", place=place, ports=(replace(fast.ports[0], rate_gbps=25.0),))
     mixed = replace(box, rdma=(*box.rdma, slow))
     assert choose_rails(mixed, "numa0", max_rails=4).devices == ("mlx5_0:1",)
     equal = replace(slow, ports=(replace(fast.ports[0], rate_gbps=100.0),))
     assert choose_rails(replace(box, rdma=(*box.rdma, equal)), "numa0").devices == ("bnxt_re0:1",)
+
+
+def test_a_port_on_a_narrow_slot_ranks_by_its_slot() -> None:
+    """Goal: a 100 Gb/s port on one lane is no 100 Gb/s port. Method: a twin of the card, on node 0, with one lane."""
+    box = recorded.machine("dual_socket")
+    place = replace(box.rdma[0].place, path=("pci0000:00", "0000:00:09.0"), numa=0, link_gtps=16.0, link_lanes=1)
+    narrow = replace(box.rdma[0], name="mlx5_9", place=place)
+    assert round(place.link_gbps, 2) == 15.75
+    assert replace(place, link_gtps=5.0, link_lanes=4).link_gbps == 16.0
+    assert choose_rails(replace(box, rdma=(narrow, *box.rdma)), "numa0", max_rails=4).devices == ("mlx5_0:1",)
 
 
 @pytest.mark.parametrize(
