@@ -214,6 +214,7 @@ def test_start_nodes_stops_the_others_when_one_dies() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_twenty_killed_nodes_leave_nothing_behind() -> None:
     """Goal: user voice 37: restarts do not use up the host. Method: start and kill -9 twenty nodes on one port; then
     /dev/shm, abstract sockets and temporary files are as before, and the next start works."""
