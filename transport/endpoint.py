@@ -4,7 +4,8 @@ Error modes, as UCX means them. NONE: shared memory at full speed, a dead peer i
 connection tells), and an endpoint cannot be closed by force. PEER: a dead peer fails every pending operation within the
 keepalive bound, and `aclose(force=True)` ends every operation with Closed; same-host traffic then goes over TCP.
 
-Both sides make an endpoint and close it. One made on one side alone leaves UCX's own on the other side, and over TCP its
+Both sides make an endpoint and close it. One made on one side alone leaves UCX's own on the other side, and over
+TCP its
 connection, until that worker ends.
 
 Over TCP a put can land after the endpoint was closed by force (openucx/ucx#11918): the layers above use messages there.

@@ -127,15 +127,18 @@ static void kv_session_close(kv_service *s, kv_session *session, uint64_t ticket
     s->closing = session;
 }
 
-/* Delivers the results of sessions whose receives are over, frees those of which nothing is in flight any more. */
+/* Delivers the results of sessions whose receives are over, frees those of which nothing is in flight any more. In NONE
+ * mode a dead peer's sends may never end: such a session stays, a few hundred bytes, until the service does. */
 static void kv_reap(kv_service *s) {
+    uint64_t now = kv_now_ns();
+    s->is_closing_soon = 0;
     for (kv_session **at = &s->closing; *at != NULL;) {
         kv_session *session = *at;
         if (session->close_ticket != 0) {
-            int is_late = session->receives != 0 && kv_now_ns() > session->close_until_ns;
+            int is_late = session->receives != 0 && now > session->close_until_ns;
             if (session->receives == 0 || is_late) {
                 kv_deliver(s, session->close_ticket, session->token, is_late ? KV_STILL_WRITING : KV_CLOSED_CLEAN);
-                session->close_ticket = 0;
+                session->close_ticket = 0; /* a late one is looked at each time the thread wakes */
             }
         }
         if (session->close_request != NULL && ucp_request_check_status(session->close_request) != UCS_INPROGRESS) {
@@ -150,6 +153,7 @@ static void kv_reap(kv_service *s) {
             atomic_fetch_sub_explicit(&s->counters.sessions, 1, memory_order_relaxed);
             continue;
         }
+        if (now < session->close_until_ns) s->is_closing_soon = 1;
         at = &session->next;
     }
 }
@@ -223,7 +227,7 @@ static void kv_service_finish(kv_service *s) {
 static void kv_service_sleep(kv_service *s) {
     if (ucp_worker_arm(s->worker) != UCS_OK) return; /* busy: something arrived */
     struct pollfd fds[2] = {{.fd = s->worker_fd, .events = POLLIN}, {.fd = s->command_fd, .events = POLLIN}};
-    poll(fds, 2, s->closing != NULL ? 2 : 1000); /* bounded: wake-ups get lost */
+    poll(fds, 2, s->closing != NULL && s->is_closing_soon ? 2 : 1000); /* bounded: wake-ups get lost */
     if (fds[1].revents) kv_clear(s->command_fd);
 }
 

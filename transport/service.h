@@ -122,6 +122,7 @@ typedef struct kv_service {
     kv_session *sessions[KV_BUCKETS];
     kv_session *closing, *waiting;
     uint32_t sessions_count;
+    int is_closing_soon; /* some session's close still has to be looked at often */
     kv_send *free_sends;
     kv_counters counters;
 } kv_service;

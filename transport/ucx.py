@@ -28,6 +28,8 @@ SAME_HOST_TRANSPORTS = "posix,cma,self"
 it."""
 
 _CANCELED = -16
+_RAILS_SINCE = (1, 17)  # 1.13 does not know MAX_RMA_RAILS, 1.17 and later do
+_WITHOUT_RAILS = {"tcp", "self", "posix", "sysv", "shm", "sm", "mm", "cma"}
 _LOST = frozenset(
     (-3, -6, -13, -20, -23, -24, -25)
 )  # I/O error, unreachable, timed out, rejected, not connected, reset
@@ -67,7 +69,7 @@ class Context:
         self.library = library.load(library_path)
         self._ffi, self._lib = library.binding()
         self.guard = ForkGuard("this UCX context")
-        wanted = dict(DEFAULT_SETTINGS)
+        wanted = _applicable(DEFAULT_SETTINGS, transports or os.environ.get("UCX_TLS"), self.library.version)
         if transports is not None:
             wanted["TLS"] = transports
         wanted = {name: value for name, value in wanted.items() if f"UCX_{name}" not in os.environ}
@@ -125,6 +127,18 @@ class Context:
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _applicable(settings: Mapping[str, str], transports: str | None, version: tuple[int, ...]) -> dict[str, str]:
+    """Those of our settings that this UCX and these transports know: for the others it would print a warning."""
+    names = set(re.split(r"[,\s]+", transports)) if transports else {"all"}
+    is_all = "all" in names or any(name.startswith("^") for name in names)
+    found = dict(settings)
+    if not is_all and "tcp" not in names:
+        found = {name: value for name, value in found.items() if not name.startswith("TCP_")}
+    if version[:2] < _RAILS_SINCE or (not is_all and names <= _WITHOUT_RAILS):
+        found.pop("MAX_RMA_RAILS", None)
+    return found
 
 
 def _refuse_crashing_segment(value: str | None) -> None:

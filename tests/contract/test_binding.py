@@ -14,7 +14,15 @@ import pytest
 
 from tests.transport.harness import SHM, TCP, Client, NodeProcess
 from tests.transport.native import pattern
-from ucxkv.transport.base import Closed, DeadlineExceeded, PeerLost, TransportError, UcxError, UsageError, deadline_after
+from ucxkv.transport.base import (
+    Closed,
+    DeadlineExceeded,
+    PeerLost,
+    TransportError,
+    UcxError,
+    UsageError,
+    deadline_after,
+)
 from ucxkv.transport.endpoint import SEND_EAGER, SEND_RENDEZVOUS, Endpoint
 from ucxkv.transport.memory import MemoryRegion
 from ucxkv.transport.progress import RECORD_DTYPE, Worker
@@ -83,7 +91,9 @@ class Echo:
 
 @pytest.mark.parametrize("flags", [0, SEND_EAGER, SEND_RENDEZVOUS])
 async def test_messages_of_every_size_come_back_as_they_went(client, flags):
-    """Goal: header and payload survive both ways on each protocol. Method: echo in the node, sizes around the limits."""
+    """Goal: header and payload survive both ways on each protocol. Method: echo in the node, sizes around the
+    limits.
+    """
     echo = await Echo.start(client)
     for size in (0, 1, 84, 5000, 9000, 70_000, 300_000, 5 << 20):
         header = os.urandom(size % 85)
@@ -116,7 +126,9 @@ async def test_many_messages_at_once_keep_their_payloads(client):
 
 
 async def test_one_sided_gets_and_puts_move_the_bytes(client):
-    """Goal: get, put, flush on a registered buffer. Method: sizes up to 8 MiB against the node's own view of its memory."""
+    """Goal: get, put, flush on a registered buffer. Method: sizes up to 8 MiB against the node's own view of its
+    memory.
+    """
     await client.node.call("publish", first=0, offsets=[0], length=8 << 20)
     key = client.endpoint.unpack_key(client.key)
     buffer = np.zeros(8 << 20, np.uint8)
@@ -205,9 +217,7 @@ async def test_buffers_stay_referenced_until_ucx_is_done_with_them(client):
     echo = await Echo.start(client)
     worker = client.worker
     worker.inline_wait_ns = 0
-    tasks = [
-        asyncio.create_task(echo.endpoint.send(1, b"", pattern(i, 4 << 20).tobytes())) for i in range(4)
-    ]
+    tasks = [asyncio.create_task(echo.endpoint.send(1, b"", pattern(i, 4 << 20).tobytes())) for i in range(4)]
     await asyncio.sleep(0)
     in_flight = worker.owned_count
     for task in tasks:
@@ -241,7 +251,9 @@ async def test_a_get_past_its_deadline_or_cancelled_still_owns_its_buffer(client
 
 
 async def test_a_killed_peer_ends_the_operations_over_it(lone_client):
-    """Goal: kill -9 mid-transfer. Method: TCP: UCX says PeerLost; shared memory: our deadline, then the worker's end."""
+    """Goal: kill -9 mid-transfer. Method: TCP: UCX says PeerLost; shared memory: our deadline, then the worker's
+    end.
+    """
     client = lone_client
     echo = await Echo.start(client)
     is_tcp = "tcp" in client.node.transports

@@ -1,6 +1,6 @@
 """The data service's contract, on shared memory and on TCP, always between two real processes."""
 
-# ruff: noqa: ASYNC220, ASYNC221, ASYNC222
+# ruff: noqa: ASYNC110, ASYNC220
 from __future__ import annotations
 
 import asyncio
@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.transport.harness import SHM, TCP, Client, NodeProcess, one_piece_each
+from tests.transport.harness import SHM, TCP, Client, NodeProcess, one_piece_each, said
 from tests.transport.native import keys_of, pattern
 from ucxkv.transport.base import UsageError, deadline_after
 from ucxkv.transport.data import WriteStatus
@@ -122,7 +122,9 @@ async def test_what_is_not_there_is_a_status_beside_the_hits(client):
 
 
 async def test_bytes_that_do_not_match_their_sum_are_stale(client):
-    """Goal: wrong bytes are never a hit. Method: flip a byte in the node's memory; small, fragmented and large blocks."""
+    """Goal: wrong bytes are never a hit. Method: flip a byte in the node's memory; small, fragmented and large
+    blocks.
+    """
     for length in (100, 400_000):
         await client.node.call("publish", first=0, offsets=[0, length], length=length)
         await client.node.call("spoil", number=1, field="byte", value=0x10)
@@ -151,7 +153,9 @@ async def test_two_thousand_keys_in_one_call(client):
 
 
 async def test_reads_are_served_while_the_nodes_python_is_busy(client):
-    """Goal: rule 1: a read never waits for another process's Python. Method: block it for 1 s, count reads meanwhile."""
+    """Goal: rule 1: a read never waits for another process's Python. Method: block it for 1 s, count reads
+    meanwhile.
+    """
     await client.node.call("publish", first=0, offsets=[0], length=4096)
     await client.node.call("block", seconds=1.0)
     alive = asyncio.ensure_future(client.node.call("counters"))
@@ -166,7 +170,9 @@ async def test_reads_are_served_while_the_nodes_python_is_busy(client):
 
 @pytest.mark.parametrize("length", [1000, 300_000, 2 << 20])
 async def test_granted_writes_land_and_nothing_else_does(client, length):
-    """Goal: a write is checked against the grants. Method: granted, too long, ungranted, foreign and revoked extents."""
+    """Goal: a write is checked against the grants. Method: granted, too long, ungranted, foreign and revoked
+    extents.
+    """
     call = client.node.call
     assert await call("grant", token=client.token, offsets=[0, 4 << 20], capacity=length) == [GrantStatus.OK] * 2
     assert await call("grant", token=client.token + 1, offsets=[8 << 20], capacity=length) == [GrantStatus.OK]
@@ -268,7 +274,9 @@ async def test_kill_9_of_the_node_mid_transfer_is_unavailable_and_touches_nothin
 
 
 async def test_kill_9_of_a_client_mid_write_frees_its_session(client):
-    """Goal: the node survives a client's death in the middle of writes. Method: a client process writes and is killed."""
+    """Goal: the node survives a client's death in the middle of writes. Method: a client process writes and is
+    killed.
+    """
     code = (
         "import asyncio,sys,numpy as np\n"
         "from tests.transport.harness import *\n"
@@ -280,7 +288,7 @@ async def test_kill_9_of_a_client_mid_write_frees_its_session(client):
         "    n, size = 8, 2 << 20\n"
         "    offsets = np.arange(n, dtype='<u8') * np.uint64(size)\n"
         "    await node.call('grant', token=c.token, offsets=offsets.tolist(), capacity=size)\n"
-        "    print(c.token, flush=True)\n"
+        "    print('token', c.token, flush=True)\n"
         "    data = np.concatenate([pattern(i, size) for i in range(n)])\n"
         "    while True:\n"
         "        await c.data.write(np.zeros(n, '<u2'), offsets, *one_piece_each(data, size, n))\n"
@@ -296,11 +304,13 @@ async def test_kill_9_of_a_client_mid_write_frees_its_session(client):
     for delay in (0.02, 0.1):
         process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert process.stdout is not None
-        token = int(await asyncio.to_thread(process.stdout.readline))
-        await asyncio.sleep(delay)
-        process.kill()
-        await asyncio.to_thread(process.wait)
-        process.stdout.close()
+        try:
+            token = int(await asyncio.to_thread(said, process, "token "))
+            await asyncio.sleep(delay)
+        finally:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+            process.stdout.close()
         assert await call("close_session", token=token) is True
         counters = await call("counters")
         assert counters["grants"] == 0
@@ -330,7 +340,9 @@ async def test_a_stopped_node_is_unavailable_at_the_deadline_and_its_late_answer
 
 @pytest.mark.parametrize("is_registered", [False, True])
 async def test_cancelling_reads_at_any_point_leaves_the_buffers_alone(client, is_registered):
-    """Goal: after the await nobody writes the buffer. Method: cancel after k turns of the loop, poison, let all run on."""
+    """Goal: after the await nobody writes the buffer. Method: cancel after k turns of the loop, poison, let all
+    run on.
+    """
     length, n = 600_000, 6
     await client.node.call("publish", first=0, offsets=[i * length for i in range(n)], length=length)
     buffer = np.full(n * length, POISON, np.uint8)
@@ -358,7 +370,9 @@ async def test_cancelling_reads_at_any_point_leaves_the_buffers_alone(client, is
 
 
 async def test_cancelled_writes_block_their_extents_until_they_are_over(client):
-    """Goal: an abandoned write cannot spoil the next one to its extent. Method: cancel writes, write again, read back."""
+    """Goal: an abandoned write cannot spoil the next one to its extent. Method: cancel writes, write again, read
+    back.
+    """
     length, n = 500_000, 4
     offsets = np.arange(n, dtype="<u8") * np.uint64(1 << 20)
     await client.node.call("grant", token=client.token, offsets=offsets.tolist(), capacity=length)
@@ -386,7 +400,9 @@ async def test_cancelled_writes_block_their_extents_until_they_are_over(client):
 
 
 async def test_malformed_messages_are_counted_and_kill_nothing(client):
-    """Goal: no bytes of a peer crash the node. Method: random and near-miss headers to every id, then a healthy read."""
+    """Goal: no bytes of a peer crash the node. Method: random and near-miss headers to every id, then a healthy
+    read.
+    """
     call = client.node.call
     await call("publish", first=0, offsets=[0], length=1000)
     rng = random.Random(7)

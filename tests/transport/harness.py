@@ -28,6 +28,15 @@ TCP = "tcp,self"
 _names = itertools.count()
 
 
+def said(process: subprocess.Popen[str], word: str) -> str:
+    """What a child printed after this word; UCX writes its own warnings to stdout in between."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(word):
+            return line[len(word) :].strip()
+    raise AssertionError(f"the process ended without {word!r}")
+
+
 class NodeProcess:
     """The node's process and the control connection to it."""
 
@@ -48,9 +57,7 @@ class NodeProcess:
             text=True,
             cwd=ROOT,
         )
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("ready"), line
+        said(process, "ready")
         return cls(process, name, transports)
 
     @classmethod

@@ -28,13 +28,17 @@ unix = st.one_of(
 
 @given(st.one_of(tcp, unix))
 def test_every_address_survives_its_text(address):
-    """Goal: format and parse are inverse. Method: property over names, IPv4, IPv6 with zones, both kinds of Unix names."""
+    """Goal: format and parse are inverse. Method: property over names, IPv4, IPv6 with zones, both kinds of Unix
+    names.
+    """
     assert parse_address(format_address(address)) == address
 
 
 @given(st.text(max_size=40))
 def test_any_text_is_an_address_or_refused_with_the_text_in_the_message(any_text):
-    """Goal: nothing but AddressError comes out. Method: arbitrary text; what is accepted has a stable canonical form."""
+    """Goal: nothing but AddressError comes out. Method: arbitrary text; what is accepted has a stable canonical
+    form.
+    """
     try:
         address = parse_address(any_text)
     except AddressError as exc:
@@ -68,8 +72,8 @@ def test_a_missing_port_is_the_default_one_when_there_is_one(given_text):
 @pytest.mark.parametrize(
     "bad",
     [
-        "", ":1", "host:", "host:65536", "host:-1", "host: 1", "host:1x", "host:٣", "1.2.3:4", "256.1.1.1:4", "a..b:1", "-a:1",
-        "[::1:4", "[::1]4", "[1.2.3.4]:5", "::1:zz:1", "tcp://a:1", "unix:", "unix:@", "unix:relative", "unix:/a\0b",
+        "", ":1", "host:", "host:65536", "host:-1", "host: 1", "host:1x", "host:٣", "1.2.3:4", "256.1.1.1:4", "a..b:1",
+        "-a:1",         "[::1:4", "[::1]4", "[1.2.3.4]:5", "::1:zz:1", "tcp://a:1", "unix:", "unix:@", "unix:relative", "unix:/a\0b",
         "unix:@" + "x" * 108, "[fe80::1%]:1", "a" * 64 + ":1", "host:99999999999", "a b:1", "x%eth0:1",
     ],
 )  # fmt: skip

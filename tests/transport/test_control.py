@@ -1,5 +1,6 @@
 """Control connections over TCP and Unix sockets: multiplexing, deadlines, descriptors, and every kind of ending."""
 
+# ruff: noqa: ASYNC220, ASYNC222, ASYNC240
 from __future__ import annotations
 
 import asyncio
@@ -242,7 +243,9 @@ async def test_a_failing_handler_ends_its_connection_and_is_reported(unix_server
 
 
 async def test_descriptors_travel_and_unclaimed_ones_are_closed(unix_server):
-    """Goal: SCM_RIGHTS both ways without leaks. Method: count this process's descriptors around taken and untaken ones."""
+    """Goal: SCM_RIGHTS both ways without leaks. Method: count this process's descriptors around taken and untaken
+    ones.
+    """
     connection = await connect(unix_server.addresses[0])
     await connection.request(ECHO)
     before = fds_count()
@@ -294,7 +297,9 @@ async def test_descriptors_over_tcp_are_refused():
 
 
 async def test_a_peer_that_does_not_read_is_not_buffered_for_without_bound(unix_server):
-    """Goal: the serving side stops reading a peer that takes no replies. Method: ask for 2,000 x 64 KiB, read nothing."""
+    """Goal: the serving side stops reading a peer that takes no replies. Method: ask for 2,000 x 64 KiB, read
+    nothing.
+    """
     address = unix_server.addresses[0]
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(address.sockaddr)

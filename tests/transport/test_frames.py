@@ -38,7 +38,9 @@ def feed(decoder: FrameDecoder, stream: bytes, steps: list[int]):
 
 @given(frames, st.lists(st.sampled_from([1, 7, 11, 12, 13, 4096, 300_000, 1 << 20]), min_size=1, max_size=5))
 def test_frames_come_out_as_they_went_in_whatever_the_pieces(sent, steps):
-    """Goal: framing is independent of how the stream is cut. Method: property, frames larger than the buffer included."""
+    """Goal: framing is independent of how the stream is cut. Method: property, frames larger than the buffer
+    included.
+    """
     if sum(len(f[3]) for f in sent) > 50_000:
         steps = [max(step, 4096) for step in steps]
     stream = b"".join(pack_header(len(p), kind, flags, rid) + p for kind, flags, rid, p in sent)

@@ -24,7 +24,9 @@ def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_importing_the_transport_loads_nothing_and_changes_nothing():
-    """Goal: import has no side effect. Method: a fresh interpreter; environment, mapped libraries, threads before/after."""
+    """Goal: import has no side effect. Method: a fresh interpreter; environment, mapped libraries, threads
+    before/after.
+    """
     done = run(
         "import os, threading, sys\n"
         "import numpy\n"
@@ -121,7 +123,15 @@ def test_transports_that_do_not_exist_are_a_setup_error():
 
 @pytest.mark.parametrize(
     ("status", "kind"),
-    [(-25, PeerLost), (-80, PeerLost), (-6, PeerLost), (-3, PeerLost), (-16, TransportError), (-1000, UsageError), (-22, UcxError)],
+    [
+        (-25, PeerLost),
+        (-80, PeerLost),
+        (-6, PeerLost),
+        (-3, PeerLost),
+        (-16, TransportError),
+        (-1000, UsageError),
+        (-22, UcxError),
+    ],
 )
 def test_statuses_become_the_errors_their_readers_act_on(status, kind):
     """Goal: the tree splits by what to do next. Method: one status of each class; the text has UCX's words."""

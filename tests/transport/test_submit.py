@@ -49,9 +49,10 @@ async def _event():
 
 def test_cancelled_and_failed_operations_say_so(loop_thread):
     """Goal: a cancel reaches the coroutine and ends the ticket; errors pass through. Method: one of each."""
-    cancelled = threading.Event()
+    started, cancelled = threading.Event(), threading.Event()
 
     async def wait():
+        started.set()
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
@@ -62,7 +63,7 @@ def test_cancelled_and_failed_operations_say_so(loop_thread):
         raise ValueError("as it was")
 
     ticket = loop_thread.submit(wait)
-    assert not ticket.poll()
+    assert started.wait(5) and not ticket.poll()
     ticket.cancel()
     with pytest.raises(Closed):
         ticket.result(5)
