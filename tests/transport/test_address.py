@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ucxkv.transport.address import AddressError, TcpAddress, UnixAddress, format_address, parse_address
@@ -26,6 +26,7 @@ unix = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(st.one_of(tcp, unix))
 def test_every_address_survives_its_text(address):
     """Goal: format and parse are inverse. Method: property over names, IPv4, IPv6 with zones, both kinds of Unix
@@ -34,6 +35,7 @@ def test_every_address_survives_its_text(address):
     assert parse_address(format_address(address)) == address
 
 
+@settings(deadline=None)
 @given(st.text(max_size=40))
 def test_any_text_is_an_address_or_refused_with_the_text_in_the_message(any_text):
     """Goal: nothing but AddressError comes out. Method: arbitrary text; what is accepted has a stable canonical
@@ -73,7 +75,8 @@ def test_a_missing_port_is_the_default_one_when_there_is_one(given_text):
     "bad",
     [
         "", ":1", "host:", "host:65536", "host:-1", "host: 1", "host:1x", "host:٣", "1.2.3:4", "256.1.1.1:4", "a..b:1",
-        "-a:1",         "[::1:4", "[::1]4", "[1.2.3.4]:5", "::1:zz:1", "tcp://a:1", "unix:", "unix:@", "unix:relative", "unix:/a\0b",
+        "-a:1", "[::1:4", "[::1]4", "[1.2.3.4]:5", "::1:zz:1", "tcp://a:1", "unix:", "unix:@", "unix:relative",
+        "unix:/a\0b",
         "unix:@" + "x" * 108, "[fe80::1%]:1", "a" * 64 + ":1", "host:99999999999", "a b:1", "x%eth0:1",
     ],
 )  # fmt: skip

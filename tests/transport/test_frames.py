@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ucxkv.transport.base import ProtocolError
@@ -36,6 +36,7 @@ def feed(decoder: FrameDecoder, stream: bytes, steps: list[int]):
     return out
 
 
+@settings(deadline=None)
 @given(frames, st.lists(st.sampled_from([1, 7, 11, 12, 13, 4096, 300_000, 1 << 20]), min_size=1, max_size=5))
 def test_frames_come_out_as_they_went_in_whatever_the_pieces(sent, steps):
     """Goal: framing is independent of how the stream is cut. Method: property, frames larger than the buffer
@@ -49,6 +50,7 @@ def test_frames_come_out_as_they_went_in_whatever_the_pieces(sent, steps):
     decoder.finish()
 
 
+@settings(deadline=None)
 @given(frames.filter(bool), st.integers(1, 200))
 def test_a_stream_that_ends_inside_a_frame_is_an_error(sent, cut):
     """Goal: truncation is never taken for an end. Method: drop the last bytes of a stream of frames."""
@@ -67,6 +69,7 @@ def test_a_frame_over_the_limit_is_refused_at_its_header():
         feed(decoder, pack_header(1001, 1, 0, 1), [12])
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=12, max_size=4000))
 def test_garbage_is_an_error_or_waits_for_more_within_the_bound(garbage):
     """Goal: arbitrary bytes raise ProtocolError or parse; nothing else. Method: property."""
