@@ -3,7 +3,9 @@
 from setuptools import setup
 
 setup(
-    options={"bdist_wheel": {"py_limited_api": "cp311"}},  # the modules use the stable ABI: one wheel for 3.11 and newer
+    options={
+        "bdist_wheel": {"py_limited_api": "cp311"}
+    },  # the modules use the stable ABI: one wheel for 3.11 and newer
     cffi_modules=[
         "transport/build_ucx.py:ffi",
         "tiers/build_host.py:ffi",
