@@ -253,6 +253,33 @@ async def test_memory_adopted_by_a_dead_home_is_free_again_and_it_may_rejoin(tri
         await kv.aclose()
 
 
+async def test_a_link_that_breaks_one_way_is_forgotten_on_both_sides(inner: list[Node]) -> None:
+    """Goal: what one node forgot does not live on at the other. Method: cut one direction of a link between two nodes
+    that hold each other's parts; memory and blocks of both are consistent, and parts work after they are linked again.
+    """
+    kv = await whole(inner[0].address)
+    try:
+        first, second = inner[0], inner[1]
+        for put_id, name in enumerate(("n1", "n2", "n1", "n2"), 1):
+            await put_parts(kv, chain_at(name, 6), 3, put_id)
+        assert second.store.adopted_bytes("n1") and first.store.adopted_bytes("n2")
+        link = first.peers._links[second.node_id]
+        assert link.dialed is not None
+        link.dialed.connection.abort()
+        await wait_until(
+            lambda: not (second.store.adopted_bytes("n1") or first.store.adopted_bytes("n2")), "both have forgotten"
+        )
+        await wait_until(lambda: len(first.peers.members()) == 3 == len(second.peers.members()), "linked again")
+        for put_id, name in enumerate(("n1", "n2"), 10):
+            k = chain_at(name, 6)
+            arrays = await put_parts(kv, k, 3, put_id)
+            for part, array in enumerate(arrays):
+                into = np.zeros_like(array)
+                assert (await kv.get_many(k, into, part=Part(part, 3))).hits == 6 and (into == array).all()
+    finally:
+        await kv.aclose()
+
+
 async def test_a_node_under_pressure_gets_its_lent_memory_back(inner: list[Node]) -> None:
     """Goal: Reclaim. Method: n1's memory full of parts of n2's and n3's blocks; then plain puts at n1: all stored."""
     kv = await whole(inner[0].address)

@@ -216,6 +216,8 @@ class Node:
         if self.sessions.pop(session.id, None) is None:
             session.close_pidfd()
             return
+        if session.role == "node":
+            self.peers.session_ended(session.id)
         if self.service.serves(session.id):
             self._spawn(self._end_data(session))
             return
@@ -336,7 +338,7 @@ class Node:
             raise errors.UsageError(f"a {type(request).__name__} is not for clients to send")
         match request:
             case m.Join():
-                self._later(message, session, self._join(request))
+                self._later(message, session, self._join(session, request))
                 return None
             case m.Adopt():
                 if not any(member.name == session.name for member in self.peers.members()):
@@ -419,8 +421,9 @@ class Node:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _join(self, request: m.Join) -> Message:
+    async def _join(self, session: Session, request: m.Join) -> Message:
         check_member(request.member)
+        self.peers.announced(session.id, request.member)
         await self.peers.add(request.member)
         return m.Members(members=self.peers.members())
 

@@ -1,7 +1,8 @@
 """Links to the other nodes: membership, adoption of extents across nodes, and the news of a node's death.
 
 Every node dials every other one; a link that closes means that the other's memory is not to be trusted any more: its
-regions are lost to this shard, and what this node held for the other's shard is free. A lost link is dialled again with
+regions are lost to this shard, and what this node held for the other's shard is free. Both sides do so when either's
+link closes: what one of them forgot must not live on at the other. A lost link is dialled again with
 back-off for a while; a node that starts anew joins by itself.
 """
 
@@ -63,6 +64,7 @@ class PeerLinks:
         self._caller = Caller(role="node", name=own.name, token=token)
         self._listener = listener
         self._links: dict[int, _Link] = {}
+        self._announced: dict[int, tuple[int, m.MemberInfo]] = {}  # node id -> the session on which it made itself known
         self._is_open = True
 
     def members(self) -> list[m.MemberInfo]:
@@ -116,6 +118,21 @@ class PeerLinks:
         link.task = asyncio.create_task(self._keep(link, up), name=f"peer-{member.name}")
         with contextlib.suppress(errors.UcxKvError):
             await up
+
+    def announced(self, session: int, member: m.MemberInfo) -> None:
+        """A node made itself known on a session of its own; a session that it had before is over."""
+        before = self._announced.get(member.node_id)
+        self._announced[member.node_id] = (session, member)
+        if before is not None and before[0] != session:
+            self._listener.peer_lost(member)
+
+    def session_ended(self, session: int) -> None:
+        """A node's session ended: that node forgets what it shares with this one, so this one does too."""
+        for node_id, (announced, member) in list(self._announced.items()):
+            if announced == session:
+                del self._announced[node_id]
+                if self._is_open:
+                    self._listener.peer_lost(member)
 
     def _drop(self, link: _Link) -> None:
         if link.task is not None:
