@@ -64,9 +64,8 @@ class PeerLinks:
         self._caller = Caller(role="node", name=own.name, token=token)
         self._listener = listener
         self._links: dict[int, _Link] = {}
-        self._announced: dict[
-            int, tuple[int, m.MemberInfo]
-        ] = {}  # node id -> the session on which it made itself known
+        self._announced: dict[int, tuple[int, m.MemberInfo]] = {}
+        """Node id -> the session on which it made itself known."""
         self._is_open = True
 
     def members(self) -> list[m.MemberInfo]:
