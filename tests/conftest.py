@@ -26,7 +26,7 @@ def node() -> Iterator[NodeProcess]:
         yield node
 
 
-@pytest.fixture(params=["mapped", "message", "network"])
+@pytest.fixture(params=["mapped", "message", "network", "rma"])
 async def kv(shared_node: NodeProcess, request: pytest.FixtureRequest) -> AsyncIterator[ucxkv.Client]:
     """A client of the shared node, over each path in turn: the same promises hold on all of them."""
     async with ucxkv.connect(shared_node.address, path=request.param) as client:

@@ -47,7 +47,7 @@ FOUND_DTYPE = np.dtype(
         ("tier", "u1"),
     ]
 )
-"""What a look-up says of one key (kv_found of wire.h); addr is zero here."""
+"""What a look-up says of one key (kv_found of wire.h); addr is the offset within the region, all ones when unknown."""
 
 TCP_FRAGMENT_BYTES = 192 << 10
 """Fits one TCP segment of UCX as we set it (256 KiB), so that a fragment is copied once, into its place."""

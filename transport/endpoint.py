@@ -90,6 +90,11 @@ class Endpoint:
         return self._handle
 
     @property
+    def binding(self) -> tuple[Any, Any]:
+        """(ffi, lib) of the native module, for the modules that build on endpoints."""
+        return self._ffi, self._lib
+
+    @property
     def handle_or_none(self) -> Any:
         """The native handle even of a failed endpoint; None once closed."""
         return self._handle if self.worker.is_open else None

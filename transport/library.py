@@ -179,7 +179,7 @@ def _probe(directory: Path) -> tuple[int, ...]:
     """Version of a candidate, asked in another process so that a rejected one is not mapped here; () when it fails."""
     try:
         done = subprocess.run(
-            [sys.executable, "-I", "-c", _PROBE, str(directory)], capture_output=True, timeout=10, check=True, text=True
+            [sys.executable, "-I", "-c", _PROBE, str(directory)], capture_output=True, timeout=60, check=True, text=True
         )
         return tuple(int(word) for word in done.stdout.split())
     except (OSError, ValueError, subprocess.SubprocessError):

@@ -238,6 +238,10 @@ class Worker:
         finally:
             timer.cancel()
 
+    def is_pending(self, op_id: int) -> bool:
+        """Whether UCX has not completed this operation yet."""
+        return op_id in self._operations
+
     def forget(self, op_id: int) -> None:
         """No record with this id will come: let go of what it kept."""
         operation = self._operations.pop(op_id, None)

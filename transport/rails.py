@@ -4,7 +4,8 @@ Invariants: every rail of a choice can carry bytes now and ranks equal to the ot
 distance); a choice is the same for the same topology and arguments; `stripe` gives every byte to exactly one rail.
 
 How ports are ranked: by what its PCIe link and the way to it leave of a port's rate, then by distance. The caps below
-order devices and predict nothing: a port on the other socket is worth no more than the socket link gives one flow, and a
+order devices and predict nothing: a port on the other socket is worth no more than the socket link gives one flow,
+and a
 GPU's bytes through a host bridge no more than a host bridge forwards peer to peer.
 Source: NVIDIA's GPUDirect RDMA notes; UCX's own distances (UCX_DISTANCE_BW), which know no replicas and no workers.
 """

@@ -69,7 +69,28 @@ static kv_session *kv_asker(kv_service *s, uint64_t token) {
     return session;
 }
 
+/* ---- where blocks lie ---- */
+
+/* Where a found block lies, checked against the region it names; NULL when it does not lie there. */
+static const uint8_t *kv_block_at(kv_service *s, const kv_found *f, ucp_mem_h *memh) {
+    if (f->region >= KV_MAX_REGIONS || f->length > KV_MAX_VALUE) return NULL;
+    kv_lent *r = &s->regions[f->region];
+    uint64_t size = atomic_load_explicit(&r->size, memory_order_acquire);
+    uint64_t base = atomic_load_explicit(&r->base, memory_order_relaxed);
+    if (f->addr < base || !kv_in_region(f->addr - base, f->length, size)) return NULL;
+    *memh = atomic_load_explicit(&r->memh, memory_order_relaxed);
+    return (const uint8_t *)(uintptr_t)f->addr;
+}
+
+/* Where a found block lies within its region, for one-sided reads; no addresses leave this process. */
+static uint64_t kv_offset_of(kv_service *s, const kv_found *f) {
+    ucp_mem_h memh;
+    const uint8_t *at = kv_block_at(s, f, &memh);
+    return at == NULL ? UINT64_MAX : (uint64_t)(uintptr_t)at - atomic_load_explicit(&s->regions[f->region].base, memory_order_relaxed);
+}
+
 /* ---- LOOKUP ---- */
+
 
 static ucs_status_t kv_on_lookup(void *arg, const void *header, size_t header_length, void *data, size_t length,
                                  const ucp_am_recv_param_t *recv) {
@@ -89,7 +110,7 @@ static ucs_status_t kv_on_lookup(void *arg, const void *header, size_t header_le
         return UCS_OK;
     }
     s->resolve(s->resolve_ctx, ask.count, data, found);
-    for (uint32_t i = 0; i < ask.count; i++) found[i].addr = 0;
+    for (uint32_t i = 0; i < ask.count; i++) found[i].addr = kv_offset_of(s, &found[i]);
     kv_count(&s->counters.lookups, 1);
     kv_count(&s->counters.lookup_keys, ask.count);
     kv_many answer = {.request = ask.request, .count = ask.count};
@@ -100,17 +121,6 @@ static ucs_status_t kv_on_lookup(void *arg, const void *header, size_t header_le
 }
 
 /* ---- READ ---- */
-
-/* Where a found block lies, checked against the region it names; NULL when it does not lie there. */
-static const uint8_t *kv_block_at(kv_service *s, const kv_found *f, ucp_mem_h *memh) {
-    if (f->region >= KV_MAX_REGIONS || f->length > KV_MAX_VALUE) return NULL;
-    kv_lent *r = &s->regions[f->region];
-    uint64_t size = atomic_load_explicit(&r->size, memory_order_acquire);
-    uint64_t base = atomic_load_explicit(&r->base, memory_order_relaxed);
-    if (f->addr < base || !kv_in_region(f->addr - base, f->length, size)) return NULL;
-    *memh = atomic_load_explicit(&r->memh, memory_order_relaxed);
-    return (const uint8_t *)(uintptr_t)f->addr;
-}
 
 /* Sends one block: whole, or in eager fragments. 0 when memory ran out before anything was sent. */
 static int kv_send_block(kv_session *session, const kv_parked *p, uint32_t index, const kv_found *f,

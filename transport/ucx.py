@@ -14,6 +14,7 @@ from typing import Any
 
 from . import library
 from .base import Closed, ForkGuard, PeerLost, SetupFailed, TransportError, UcxError, UsageError
+from .topology import read_topology
 
 __all__ = ["DEFAULT_SETTINGS", "SAME_HOST_TRANSPORTS", "Context", "error_from_status"]
 
@@ -27,6 +28,7 @@ SAME_HOST_TRANSPORTS = "posix,cma,self"
 """For `transports`: shared memory and cross-memory attach only; use error mode NONE and a control connection with
 it."""
 
+_RDMA_TRANSPORTS = frozenset(("all", "ib", "rc", "rc_verbs", "rc_mlx5", "rc_x", "dc", "dc_mlx5", "dc_x"))
 _CANCELED = -16
 _RAILS_SINCE = (1, 17)  # 1.13 does not know MAX_RMA_RAILS, 1.17 and later do
 _WITHOUT_RAILS = {"tcp", "self", "posix", "sysv", "shm", "sm", "mm", "cma"}
@@ -109,6 +111,17 @@ class Context:
             )
         handle, self.handle = self.handle, None
         self._lib.kv_context_close(handle)
+
+    @property
+    def has_rdma(self) -> bool:
+        """Whether this context can move bytes by RDMA: the library has verbs, they are not switched off, a port is
+        up.
+        """
+        wanted = os.environ.get("UCX_TLS") or self.settings.get("TLS", "all")
+        names = {name.strip() for name in wanted.split(",")}
+        if not self.library.has_verbs or not (names & _RDMA_TRANSPORTS or wanted == "all"):
+            return False
+        return bool(read_topology().usable_ports())
 
     def acquire(self) -> Any:
         """The native handle for a new user of this context; give it back with `release`."""

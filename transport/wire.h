@@ -17,7 +17,7 @@
  *     0  8  request id                          payload: count outcomes of 24 bytes each:
  *     8  4  count                                 0  4  index of the key in the request
  *     12 4  reserved                              4  1  status    5  1  tier    6  2  reserved
- *     payload: count kv_found, address zeroed     8  8  length    16 8  generation
+ *     payload: count kv_found, addr = offset       8  8  length    16 8  generation
  *
  *   DATA  (id 19, node to client): one block, or a fragment of one
  *     0  8  request id

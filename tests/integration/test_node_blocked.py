@@ -12,7 +12,7 @@ from tests.conftest import blocks, keys
 from tests.harness import NodeProcess
 
 
-@pytest.mark.parametrize("path", ["mapped", "message", "network"])
+@pytest.mark.parametrize("path", ["mapped", "rma", "message", "network"])
 async def test_reads_are_served_while_the_nodes_python_is_blocked(node: NodeProcess, path: str) -> None:
     """Goal: rule 1 of the design. Method: block the node's interpreter for a second, send it a question that only its
     Python answers, and count the reads and look-ups that end before that answer comes.

@@ -21,6 +21,7 @@ from ucxkv.tiers import copy as tier_copy
 from ucxkv.transport.base import TransportError
 from ucxkv.transport.data import TCP_FRAGMENT_BYTES, DataClient, WriteStatus
 from ucxkv.transport.endpoint import Endpoint
+from ucxkv.transport.onesided import RemoteReader
 from ucxkv.transport.progress import Worker
 from ucxkv.transport.ucx import SAME_HOST_TRANSPORTS, Context
 
@@ -55,9 +56,11 @@ class MessageEngine:
         return worker
 
     async def open_path(
-        self, welcome: m.Welcome, connection: ControlConnection, *, is_local: bool, deadline_ns: int
+        self, welcome: m.Welcome, connection: ControlConnection, *, is_local: bool, wants_rma: bool, deadline_ns: int
     ) -> MessagePath:
         """A path to the node behind `connection`. is_local: its process was reached without the network.
+
+        wants_rma: read one-sidedly in any case; else where the lane is RDMA.
 
         Raises SetupError (no usable UCX here), Unavailable.
         """
@@ -65,7 +68,9 @@ class MessageEngine:
         try:
             worker = self._worker(is_same_host)
             request = m.OpenData(address=worker.address, is_peer_mode=not is_same_host, is_eager_only=not is_same_host)
-            await ask(connection, request, deadline_ns, welcome.name)
+            opened = await ask(connection, request, deadline_ns, welcome.name)
+            if not isinstance(opened, m.DataOpened):
+                raise errors.Unavailable("the node's answer to OpenData does not fit it", node=welcome.name)
             endpoint = Endpoint.connect(worker, welcome.data_address, is_peer_mode=not is_same_host)
         except TransportError as exc:
             raise mapped_error(exc, welcome.name) from exc
@@ -76,9 +81,21 @@ class MessageEngine:
             fragment_bytes=0 if is_same_host else TCP_FRAGMENT_BYTES,
             sum_function=tier_copy.sum_function_address(),
         )
-        path = MessagePath(self, client, "shared memory" if is_same_host else "the network")
+        path = self._path(client, endpoint, opened, is_same_host=is_same_host, wants_rma=wants_rma)
         connection.on_closed(lambda _: client.lost())
         return path
+
+    def _path(
+        self, client: DataClient, endpoint: Endpoint, opened: m.DataOpened, *, is_same_host: bool, wants_rma: bool
+    ) -> MessagePath:
+        over = "shared memory" if is_same_host else "the network"
+        has_rdma = not is_same_host and opened.has_rdma and endpoint.worker.context.has_rdma
+        if not (wants_rma or has_rdma):
+            return MessagePath(self, client, f"messages over {over}")
+        from ucxkv.client.rma import RmaPath  # it builds on this module
+
+        reader = RemoteReader(endpoint, opened.key, opened.base, opened.size_bytes)
+        return RmaPath(self, client, f"one-sided reads over {'RDMA' if has_rdma else over}", reader)
 
     def close_later(self, client: DataClient) -> None:
         """Close a data client in the background; `aclose` waits for it."""

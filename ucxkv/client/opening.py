@@ -1,10 +1,12 @@
 """Opening a link: handshake, choice of the path, mapping of the node's memory. Every failure leaves nothing behind.
 
 The path is chosen by what works, in this order: the node's memory mapped (same host, same network namespace,
-permitted), then
-UCX active messages to the node's data thread. `path="mapped"` or `"message"` demands one of them; `"network"` is
-messages
-as to another host, also on the same one (UCX's peer mode: TCP, or RDMA where there is a device).
+permitted);
+else UCX to the node's data thread, with one-sided reads where both sides have an RDMA device, and active messages
+elsewhere
+(over TCP UCX's own one-sided read is several times slower). `path="mapped"`, `"rma"` or `"message"` demands one of
+them;
+`"network"` is as to another host, also on the same one.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PATHS", "LinkOptions", "open_link"]
 
-PATHS = ("auto", "mapped", "message", "network")
+PATHS = ("auto", "mapped", "rma", "message", "network")
 _INLINE_WAIT_US = 60
+_MAPPING = ("auto", "mapped")
 
 log = logging.getLogger("ucxkv.client")
 
@@ -88,12 +91,12 @@ async def _choose(
             raise errors.Unavailable(why_not)
         local = await _dial_local(dialed.welcome, caller, options, deadline_ns)
     except errors.UcxKvError as exc:
-        if options.path != "message":
+        if options.path in _MAPPING:
             why_not = str(exc)
     else:
         dialed.connection.abort()
         dialed, is_local = local, True
-        if options.path != "message":
+        if options.path in _MAPPING:
             try:
                 fds, dialed.fds = dialed.fds, ()
                 return MappedPath(dialed.welcome, fds), dialed, "same host: the node handed out its memory"
@@ -110,7 +113,7 @@ async def _choose(
     except BaseException:
         dialed.connection.abort()
         raise
-    return path, dialed, f"messages over {path.over}: {why_not}"
+    return path, dialed, f"{path.over}: {why_not}"
 
 
 async def _dial_local(welcome: m.Welcome, caller: Caller, options: LinkOptions, deadline_ns: int) -> Dialed:
@@ -125,7 +128,7 @@ async def _dial_local(welcome: m.Welcome, caller: Caller, options: LinkOptions, 
             caller,
             deadline_ns,
             handler=options.handler,
-            want_memory=options.path in ("auto", "mapped"),
+            want_memory=options.path in _MAPPING,
             inline_wait_us=_INLINE_WAIT_US,
         )
     except errors.Unavailable as exc:
@@ -154,4 +157,6 @@ async def _open_messages(
             needed="one of the two",
             fix="run the client on the node's host, or start the node with a UCX library (see `ucxkv doctor`)",
         )
-    return await options.engine().open_path(welcome, dialed.connection, is_local=is_local, deadline_ns=deadline_ns)
+    return await options.engine().open_path(
+        welcome, dialed.connection, is_local=is_local, wants_rma=options.path == "rma", deadline_ns=deadline_ns
+    )

@@ -132,6 +132,7 @@ class PathKind(enum.StrEnum):
     """How this client reads a node's memory."""
 
     MAPPED = "mapped"
+    RMA = "rma"
     MESSAGE = "message"
     NONE = "none"
 

@@ -397,8 +397,7 @@ class Node:
             raise errors.UsageError("these extents are still being written; commit after the writes were answered")
 
     async def _open_data(self, session: Session, request: m.OpenData) -> Message:
-        await self.service.open_session(session.id, request, time.monotonic_ns() + 5_000_000_000)
-        return m.Done()
+        return await self.service.open_session(session.id, request, time.monotonic_ns() + 5_000_000_000)
 
     async def _end_data(self, session: Session) -> None:
         """Close a message session's data path; what it could still write stays out of use."""

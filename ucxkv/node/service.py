@@ -12,13 +12,13 @@ import numpy as np
 import structlog
 
 from ucxkv import errors
+from ucxkv.protocol import messages as m
 from ucxkv.transport.base import TransportError
 
 if TYPE_CHECKING:
     from ucxkv.node.config import NodeConfig
     from ucxkv.node.placing import Placing
     from ucxkv.node.store import HostStore
-    from ucxkv.protocol import messages as m
     from ucxkv.transport.memory import MemoryRegion
     from ucxkv.transport.service import DataService
     from ucxkv.transport.ucx import Context
@@ -40,6 +40,7 @@ class Service:
         self._region: MemoryRegion | None = None
         self._data: DataService | None = None
         self._sessions: set[int] = set()
+        self._has_rdma = False
         if not config.message_path:
             self.why_off = "switched off by message_path = false"
             return
@@ -62,12 +63,13 @@ class Service:
             self._data = DataService(self._context, resolve, context)
         self._data.lend(OWN_REGION, self._region)
         self.address = self._data.address
+        self._has_rdma = self._context.has_rdma
 
     def serves(self, session: int) -> bool:
         """Whether this session uses the service."""
         return session in self._sessions
 
-    async def open_session(self, session: int, request: m.OpenData, deadline_ns: int) -> None:
+    async def open_session(self, session: int, request: m.OpenData, deadline_ns: int) -> m.DataOpened:
         """Let a session in; its client's worker is at `request.address`. Raises SetupError, Unavailable."""
         if self._data is None:
             raise errors.SetupError(f"the message path of this node is off: {self.why_off}")
@@ -83,6 +85,9 @@ class Service:
         except TransportError as exc:
             self._sessions.discard(session)
             raise errors.Unavailable(f"the data service cannot reach the client: {exc}") from exc
+        region = self._region
+        assert region is not None
+        return m.DataOpened(region.address, region.length_bytes, region.pack_key(), self._has_rdma)
 
     async def close_session(self, session: int) -> bool:
         """End a session; True when nothing of it can write here any more."""

@@ -8,7 +8,8 @@ Arrays travel as raw little-endian bytes so that nothing is boxed a key: `keys` 
 | direction | request -> answer |
 |---|---|
 | any -> node | Hello -> Welcome, or Challenge; Proof -> Welcome |
-| client -> node | OpenData -> Done; Grant -> Granted; Put, PutPart -> PutDone; LeaseKeys -> Leased; Renew, Release
+| client -> node | OpenData -> DataOpened; Grant -> Granted; Put, PutPart -> PutDone; LeaseKeys -> Leased; Renew,
+Release
 -> Done; Delete
 -> Statuses |
 | client -> node | ListKeys -> KeyPage; GetStatus -> NodeReport; GetRegions -> Regions; GetMembers, Join -> Members |
@@ -365,6 +366,18 @@ class OpenData(Message, frozen=True):
     address: bytes
     is_peer_mode: bool
     is_eager_only: bool
+
+
+class DataOpened(Message, frozen=True):
+    """The data path is open. base, size_bytes, key: the node's own segment for one-sided reads; has_rdma: it has a
+    device.
+    """
+
+    CODE: ClassVar[int] = 40
+    base: UInt
+    size_bytes: UInt
+    key: bytes
+    has_rdma: bool = False
 
 
 class Damaged(Message, frozen=True):
