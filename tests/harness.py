@@ -135,8 +135,8 @@ def open_files(pid: int | None = None) -> int:
 
 async def wait_until(condition, what: str, seconds: float = 10.0) -> None:  # type: ignore[no-untyped-def]
     """Await `condition()` (sync or async) to become true; fails the test when it does not within `seconds`."""
-    import asyncio  # noqa: PLC0415
-    import inspect  # noqa: PLC0415
+    import asyncio
+    import inspect
 
     until = time.monotonic() + seconds
     while True:

@@ -3,12 +3,15 @@
 Promises
   - Every host is a namespace of its own with `eth0`; the addresses 10.77.0.x exist inside of these namespaces only.
   - `with Hosts(...)` ends every process that still runs in its namespaces and removes them, whatever the test did.
-    What a killed test run left behind is removed by the next one (namespaces carry the pid and the start of their maker).
+    What a killed test run left behind is removed by the next one (namespaces carry the pid and the start of their
+    maker).
   - Faults act on the receiver's side, so that a sender sees what a real network shows: silence, never a local error.
-  - A test body decorated with `in_host("b")` runs in a process inside of host b. It gets a copy of the fixture that owns
+  - A test body decorated with `in_host("b")` runs in a process inside of host b. It gets a copy of the fixture
+  that owns
     nothing and can do everything else: cause faults, heal them, start nodes on other hosts.
 
-netem is missing from many kernels, so loss is nftables (numgen), rate is tbf and delay is a relay between two TUN devices.
+netem is missing from many kernels, so loss is nftables (numgen), rate is tbf and delay is a relay between two TUN
+devices.
 """
 
 from __future__ import annotations
@@ -285,8 +288,8 @@ class Relay:
 
 def relay_main() -> None:
     """The relay's process: namespace, namespace, seconds. Ends when its starter closes the pipe or kills it."""
-    import ctypes  # noqa: PLC0415
-    import select  # noqa: PLC0415
+    import ctypes
+    import select
 
     libc = ctypes.CDLL(None, use_errno=True)
     ends = []

@@ -62,7 +62,7 @@ static kv_session *kv_asker(kv_service *s, uint64_t token) {
         kv_count(&s->counters.unknown_session, 1);
         return NULL;
     }
-    if (session->is_lost || session->sends >= KV_MAX_SENDS) {
+    if (session->is_lost || session->ep == NULL || session->sends >= KV_MAX_SENDS) {
         kv_count(&s->counters.dropped, 1);
         return NULL;
     }

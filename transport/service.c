@@ -49,6 +49,15 @@ static void kv_on_session_error(void *arg, ucp_ep_h ep, ucs_status_t status) {
     if (!session->is_closing) kv_deliver(session->service, 0, session->token, status);
 }
 
+/* The endpoint of a session, in its error mode, from what `params` says of the peer. */
+ucs_status_t kv_session_connect(kv_session *session, ucp_ep_params_t *params, ucp_ep_h *out) {
+    params->field_mask |= UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
+    params->err_mode = session->is_peer_mode ? UCP_ERR_HANDLING_MODE_PEER : UCP_ERR_HANDLING_MODE_NONE;
+    params->err_handler.cb = kv_on_session_error;
+    params->err_handler.arg = session;
+    return ucp_ep_create(session->service->worker, params, out);
+}
+
 static int32_t kv_session_open(kv_service *s, const kv_command *c) {
     if (s->sessions_count >= KV_MAX_SESSIONS) return KV_ERR_FULL;
     if (kv_session_find(s, c->token) != NULL) return UCS_ERR_ALREADY_EXISTS;
@@ -59,15 +68,17 @@ static int32_t kv_session_open(kv_service *s, const kv_command *c) {
     session->is_peer_mode = c->is_peer_mode;
     session->is_eager_only = c->is_eager_only;
     session->parked_end = &session->parked;
-    ucp_ep_params_t params;
-    memset(&params, 0, sizeof params);
-    params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
-                        UCP_EP_PARAM_FIELD_ERR_HANDLER;
-    params.address = (const ucp_address_t *)c->address;
-    params.err_mode = c->is_peer_mode ? UCP_ERR_HANDLING_MODE_PEER : UCP_ERR_HANDLING_MODE_NONE;
-    params.err_handler.cb = kv_on_session_error;
-    params.err_handler.arg = session;
-    ucs_status_t status = ucp_ep_create(s->worker, &params, &session->ep);
+    ucs_status_t status = UCS_OK;
+    if (c->kind == KV_AWAIT_SESSION) {
+        if (c->address_length != sizeof session->client_id) status = UCS_ERR_INVALID_PARAM;
+        else memcpy(&session->client_id, c->address, sizeof session->client_id);
+    } else {
+        ucp_ep_params_t params;
+        memset(&params, 0, sizeof params);
+        params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS;
+        params.address = (const ucp_address_t *)c->address;
+        status = kv_session_connect(session, &params, &session->ep);
+    }
     if (status != UCS_OK) {
         free(session);
         return status;
@@ -119,7 +130,7 @@ static void kv_session_close(kv_service *s, kv_session *session, uint64_t ticket
     memset(&param, 0, sizeof param);
     param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
     param.flags = session->is_peer_mode ? UCP_EP_CLOSE_FLAG_FORCE : 0; /* NONE mode knows no force */
-    ucs_status_ptr_t p = ucp_ep_close_nbx(session->ep, &param);
+    ucs_status_ptr_t p = session->ep == NULL ? NULL : ucp_ep_close_nbx(session->ep, &param);
     session->close_request = UCS_PTR_IS_PTR(p) ? p : NULL;
     session->close_ticket = ticket;
     session->close_until_ns = kv_now_ns() + KV_CLOSE_BOUND_NS;
@@ -169,7 +180,9 @@ static int kv_commands_run(kv_service *s) {
     int count = 0;
     while (c != NULL) {
         kv_command *next = c->next;
-        if (c->kind == KV_OPEN_SESSION) {
+        if (c->kind == KV_LISTEN) {
+            kv_deliver(s, c->ticket, c->token, kv_accept_start(s, (const char *)c->address, (uint16_t)c->token));
+        } else if (c->kind != KV_CLOSE_SESSION) {
             kv_deliver(s, c->ticket, c->token, kv_session_open(s, c));
         } else {
             kv_session *session = kv_session_find(s, c->token);
@@ -204,6 +217,7 @@ static int32_t kv_service_start(kv_service *s) {
 }
 
 static void kv_service_finish(kv_service *s) {
+    kv_accept_stop(s);
     for (uint32_t b = 0; b < KV_BUCKETS; b++)
         while (s->sessions[b] != NULL) kv_session_close(s, s->sessions[b], 0);
     uint64_t until = kv_now_ns() + 500000000u;

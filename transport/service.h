@@ -46,7 +46,7 @@ typedef struct kv_session {
     struct kv_session *next;    /* bucket, or the list of closing ones */
     struct kv_session *waiting; /* list of sessions with parked reads and room again */
     struct kv_service *service;
-    uint64_t token;
+    uint64_t token, client_id; /* client_id: of the connect request that is awaited while ep is NULL */
     ucp_ep_h ep;
     int is_peer_mode, is_eager_only, is_lost, is_closing, is_waiting;
     uint32_t sends, receives, parked_count;
@@ -64,7 +64,12 @@ typedef struct kv_grant {
     uint8_t is_revoked;
 } kv_grant;
 
-enum kv_command_kind { KV_OPEN_SESSION = 1, KV_CLOSE_SESSION = 2 };
+enum kv_command_kind {
+    KV_OPEN_SESSION = 1,  /* address: the client's worker address */
+    KV_CLOSE_SESSION = 2,
+    KV_AWAIT_SESSION = 3, /* address: 8 bytes, the client's id */
+    KV_LISTEN = 4,        /* address: host as text with its zero; token: port; the result is the bound port */
+};
 
 typedef struct kv_command {
     struct kv_command *next;
@@ -102,6 +107,7 @@ typedef struct kv_incoming { /* a WRITE by rendezvous in flight */
 typedef struct kv_service {
     ucp_context_h context;
     ucp_worker_h worker;
+    ucp_listener_h listener;
     kv_resolve_fn resolve;
     void *resolve_ctx;
     uint64_t spin_ns;
@@ -140,7 +146,11 @@ static inline uint32_t kv_bucket(uint64_t a, uint64_t b) {
 int32_t kv_serve_install(kv_service *s);
 void kv_serve_pump(kv_session *session);
 void kv_serve_waiting(kv_service *s);
+/* accept.c */
+int32_t kv_accept_start(kv_service *s, const char *host, uint16_t port);
+void kv_accept_stop(kv_service *s);
 /* service.c */
+ucs_status_t kv_session_connect(kv_session *session, ucp_ep_params_t *params, ucp_ep_h *out);
 kv_session *kv_session_find(kv_service *s, uint64_t token);
 kv_grant *kv_grant_hold(kv_service *s, const kv_write *w, size_t length);
 void kv_grant_release(kv_service *s, uint16_t region, uint64_t offset, uint64_t token);

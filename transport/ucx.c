@@ -44,7 +44,8 @@ void kv_context_close(ucp_context_h context) { ucp_cleanup(context); }
 
 /* ---- worker ---- */
 
-int32_t kv_worker_open(ucp_context_h context, uint32_t capacity, kv_worker **out) {
+/* client_id: what a listener that this worker connects to is told of it. */
+int32_t kv_worker_open(ucp_context_h context, uint32_t capacity, uint64_t client_id, kv_worker **out) {
     kv_worker *w = calloc(1, sizeof *w);
     if (w == NULL) return KV_ERR_MEMORY;
     w->context = context;
@@ -58,6 +59,8 @@ int32_t kv_worker_open(ucp_context_h context, uint32_t capacity, kv_worker **out
     memset(&params, 0, sizeof params);
     params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
     params.thread_mode = UCS_THREAD_MODE_SINGLE;
+    params.field_mask |= UCP_WORKER_PARAM_FIELD_CLIENT_ID;
+    params.client_id = w->client_id = client_id;
     ucs_status_t status = ucp_worker_create(context, &params, &w->ucp);
     if (status != UCS_OK) {
         free(w->ring);
@@ -266,7 +269,7 @@ int32_t kv_endpoint_from_socket(kv_worker *w, const char *host, uint16_t port, i
     ucp_ep_params_t params;
     memset(&params, 0, sizeof params);
     params.field_mask = UCP_EP_PARAM_FIELD_FLAGS | UCP_EP_PARAM_FIELD_SOCK_ADDR;
-    params.flags = UCP_EP_PARAMS_FLAGS_CLIENT_SERVER;
+    params.flags = UCP_EP_PARAMS_FLAGS_CLIENT_SERVER | UCP_EP_PARAMS_FLAGS_SEND_CLIENT_ID;
     params.sockaddr.addr = (const struct sockaddr *)&address;
     params.sockaddr.addrlen = length;
     return kv_endpoint_make(w, &params, error_mode, out);
@@ -331,7 +334,9 @@ static void kv_on_connect(ucp_conn_request_h request, void *arg) {
     kv_push(w, KV_CONNECT, 0, 0, 0)->aux = (uint64_t)(uintptr_t)request;
 }
 
-int32_t kv_listen(kv_worker *w, const char *host, uint16_t port, ucp_listener_h *out, uint16_t *bound) {
+/* A listener on a worker; the handler is called from that worker's progress. */
+int32_t kv_listener_make(ucp_worker_h worker, const char *host, uint16_t port, ucp_listener_conn_callback_t handler,
+                         void *arg, ucp_listener_h *out, uint16_t *bound) {
     struct sockaddr_storage address;
     socklen_t length;
     int32_t status = kv_sockaddr(host, port, &address, &length);
@@ -341,19 +346,27 @@ int32_t kv_listen(kv_worker *w, const char *host, uint16_t port, ucp_listener_h 
     params.field_mask = UCP_LISTENER_PARAM_FIELD_SOCK_ADDR | UCP_LISTENER_PARAM_FIELD_CONN_HANDLER;
     params.sockaddr.addr = (const struct sockaddr *)&address;
     params.sockaddr.addrlen = length;
-    params.conn_handler.cb = kv_on_connect;
-    params.conn_handler.arg = w;
-    status = ucp_listener_create(w->ucp, &params, out);
+    params.conn_handler.cb = handler;
+    params.conn_handler.arg = arg;
+    status = ucp_listener_create(worker, &params, out);
     if (status != 0) return status;
     ucp_listener_attr_t attr;
     memset(&attr, 0, sizeof attr);
     attr.field_mask = UCP_LISTENER_ATTR_FIELD_SOCKADDR;
     status = ucp_listener_query(*out, &attr);
-    if (status != 0) return status;
+    if (status != 0) {
+        ucp_listener_destroy(*out);
+        *out = NULL;
+        return status;
+    }
     const struct sockaddr_in *v4 = (const struct sockaddr_in *)&attr.sockaddr;
     const struct sockaddr_in6 *v6 = (const struct sockaddr_in6 *)&attr.sockaddr;
     *bound = ntohs(attr.sockaddr.ss_family == AF_INET6 ? v6->sin6_port : v4->sin_port);
     return 0;
+}
+
+int32_t kv_listen(kv_worker *w, const char *host, uint16_t port, ucp_listener_h *out, uint16_t *bound) {
+    return kv_listener_make(w->ucp, host, port, kv_on_connect, w, out, bound);
 }
 
 int32_t kv_connect_reject(ucp_listener_h listener, uint64_t request) {

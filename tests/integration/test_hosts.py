@@ -1,6 +1,7 @@
 """Clients and nodes on different hosts, over TCP, with what networks do to them (namespaces; see tests/hosts.py).
 
-Every body runs inside of host b, its node on host a. Statuses, bytes and counts only: no time of this machine is asserted,
+Every body runs inside of host b, its node on host a. Statuses, bytes and counts only: no time of this machine is
+asserted,
 but for the bound that each call was given.
 """
 
@@ -91,7 +92,9 @@ async def _works(kv: ucxkv.Client) -> bool:
 
 @in_host("b")
 async def test_a_client_on_another_host_takes_the_network_by_itself(hosts: Hosts) -> None:
-    """The same kernel, but no way to the node's memory. Method: path="auto" from another namespace; what `peers` says."""
+    """The same kernel, but no way to the node's memory. Method: path="auto" from another namespace; what `peers`
+    says.
+    """
     with hosts.node("a") as node:
         async with ucxkv.connect(node.address) as kv:
             (peer,) = kv.peers()
@@ -130,7 +133,9 @@ async def test_blocks_of_every_size_cross_the_network_whole(hosts: Hosts) -> Non
 
 @in_host("b")
 async def test_two_nodes_on_two_hosts_serve_one_client_each_by_its_best_path(hosts: Hosts) -> None:
-    """Method: nodes on a and b joined; one address given; the own host's is mapped, the other by messages; chains on both."""
+    """Method: nodes on a and b joined; one address given; the own host's is mapped, the other by messages; chains
+    on both.
+    """
     with hosts.node("a") as far, hosts.node("b", join=far.address) as near:
         async with ucxkv.connect(far.address) as kv:
             await wait_until(lambda: len(kv.peers()) == 2 and all(p.alive for p in kv.peers()), "both are known")
@@ -153,7 +158,9 @@ async def test_two_nodes_on_two_hosts_serve_one_client_each_by_its_best_path(hos
 
 @in_host("b")
 async def test_a_partition_under_a_large_get_ends_in_unavailable_and_leaves_the_buffer_alone(hosts: Hosts) -> None:
-    """Method: 64 MiB at 400 Mbit/s, partition in the middle; UNAVAILABLE at the deadline; poison stays; heal; it works."""
+    """Method: 64 MiB at 400 Mbit/s, partition in the middle; UNAVAILABLE at the deadline; poison stays; heal; it
+    works.
+    """
     with hosts.node("a", host_bytes="192MiB") as node:
         async with ucxkv.connect(node.address, timeout_s=20) as kv, clean(node, kv):
             k, b = keys(64), blocks(64, MIB)
@@ -181,7 +188,9 @@ async def test_a_partition_under_a_large_get_ends_in_unavailable_and_leaves_the_
 @in_host("b")
 @pytest.mark.parametrize("direction", ["requests", "answers"])
 async def test_a_one_way_loss_of_the_network_ends_calls_at_their_deadline(hosts: Hosts, direction: str) -> None:
-    """Method: drop what b sends, or what a sends; get, exists, match and put end within the deadline; heal; it works."""
+    """Method: drop what b sends, or what a sends; get, exists, match and put end within the deadline; heal; it
+    works.
+    """
     with hosts.node("a") as node:
         async with ucxkv.connect(node.address) as kv, clean(node, kv):
             k, b = keys(4), blocks(4, 300_000)
@@ -203,7 +212,8 @@ async def test_a_one_way_loss_of_the_network_ends_calls_at_their_deadline(hosts:
 
 @in_host("b")
 async def test_a_host_that_vanishes_without_a_word_is_noticed_and_its_successor_is_used(hosts: Hosts) -> None:
-    """Half-open connection. Method: cable out, then kill -9 (no reset gets out); calls end at their deadlines, the death is
+    """Half-open connection. Method: cable out, then kill -9 (no reset gets out); calls end at their deadlines, the
+    death is
     seen without one; cable in, a new node on the same port: the client returns to it by itself.
     """
     port = 13_411
@@ -229,7 +239,8 @@ async def test_a_host_that_vanishes_without_a_word_is_noticed_and_its_successor_
 
 @in_host("b")
 async def test_a_client_that_vanishes_gives_its_grants_and_leases_back(hosts: Hosts) -> None:
-    """The other half of half-open. Method: a client on host b with grants and a lease, its host unplugged for good; a client
+    """The other half of half-open. Method: a client on host b with grants and a lease, its host unplugged for
+    good; a client
     on host a sees the node's numbers return, and may use all of the memory.
     """
     with hosts.node("a", host_bytes="16MiB") as node:
@@ -324,7 +335,9 @@ async def test_a_far_host_answers_everything(hosts: Hosts) -> None:
 
 @in_host("b")
 async def test_a_full_backlog_refuses_in_time_and_recovers(hosts: Hosts) -> None:
-    """Method: a frozen node, its backlog filled with 1,200 connections; connect ends at its deadline; thawed, it works."""
+    """Method: a frozen node, its backlog filled with 1,200 connections; connect ends at its deadline; thawed, it
+    works.
+    """
     with hosts.node("a") as node:
         host, _, port = node.address.rpartition(":")
         node.freeze()
@@ -354,7 +367,8 @@ async def test_a_full_backlog_refuses_in_time_and_recovers(hosts: Hosts) -> None
 
 @in_host("b")
 async def test_a_thousand_pending_operations_end_when_their_endpoint_dies(hosts: Hosts) -> None:
-    """Method: 1,000 gets, look-ups and puts wait behind a partition, the node is killed, the cable comes back: every one
+    """Method: 1,000 gets, look-ups and puts wait behind a partition, the node is killed, the cable comes back:
+    every one
     ends in its status, no buffer changes afterwards, a new node on the port is used.
     """
     port = 13_412
