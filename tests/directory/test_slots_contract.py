@@ -136,6 +136,7 @@ def test_a_full_table_says_so_and_takes_again_after_a_removal(side: Side) -> Non
     assert status.tolist() == [0] * 8 + [PutStatus.NO_SPACE] * 2
     assert table.hide(slots[:2]) == 2 and table.used == 6
     assert reader.exists(b"".join(keys)).tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 0, 0]
+    assert [reader.contains(key) for key in keys] == [False, False, True, True, True, True, True, True, False, False]
     assert put(table, keys[8:])[0].tolist() == [0, 0]
     assert reader.match(b"".join(keys[2:])) == 8
 
@@ -303,7 +304,8 @@ def test_a_closed_reader_lets_go_of_the_memory_and_misses(side: Side) -> None:
     reader.close()
     gc.collect()
     mapping.close()  # BufferError while anything holds it
-    assert reader.match(key) == 0 and not reader.exists(key)[0] and not reader.lookup(key)[1][0]
+    assert reader.match(key) == 0 and not reader.exists(key)[0] and not reader.contains(key)
+    assert not reader.lookup(key)[1][0]
     assert reader.view(key).status == ReadStatus.MISS == reader.read_one(key, 0, 0).status
     assert len(reader.scan(0, 10)[1]) == 0 and not reader.recheck(0, 1)
 

@@ -43,6 +43,10 @@ class Client(BlockCalls):
 
     async def exists(self, key: bytes, *, deadline_s: float | None = None) -> bool:
         """Whether the block is visible now."""
+        self._check()
+        key, fast = as_key(key), self._router.fast
+        if fast is not None:
+            return fast[1].contains(key)
         return bool((await self.exists_many([key], deadline_s=deadline_s))[0])
 
     async def exists_many(
@@ -54,6 +58,12 @@ class Client(BlockCalls):
         out = np.zeros(len(rows), np.bool_)
         if not len(rows):
             return out
+        sole = self._router.sole
+        if sole is not None:
+            try:
+                return (await sole.path.exists(rows.tobytes(), deadline_ns)).astype(np.bool_)
+            except errors.Unavailable:
+                return out
         for link, indices in plan(self._router, rows, root):
             missing = indices[~out[indices]]
             if len(missing):

@@ -66,6 +66,8 @@ class MappedPath:
                 os.close(fd)
         self.read_into = self._reader.into_reader(THREAD_BYTES)
         """(key, into) -> bytes read or -1; the hot path of a single get. Not to be called once the path is closed."""
+        self.contains = self._reader.contains
+        """(key) -> whether it is visible; as `read_into`."""
         self._bases = np.array([segment.address for segment in self.segments], np.uint64)
         self._bases_list = self._bases.tolist()
 

@@ -308,6 +308,10 @@ class TwinReader:
         """See `SlotReader.exists`."""
         return np.array([self._index.search(key)[0] >= 0 for key in _split(keys)], np.uint8)
 
+    def contains(self, key: bytes) -> bool:
+        """See `SlotReader.contains`."""
+        return self._index.search(key)[0] >= 0
+
     def scan(self, cursor: int, limit: int) -> tuple[int, Records]:
         """See `SlotReader.scan`."""
         page: list[bytes] = []

@@ -35,6 +35,8 @@ class Service:
 
     def __init__(self, config: NodeConfig, store: HostStore, placing: Placing) -> None:
         self.address = b""
+        self.port = 0
+        """Of the listener for clients that connect by socket address; 0 = none."""
         self.why_off = ""
         self._context: Context | None = None
         self._region: MemoryRegion | None = None
@@ -65,6 +67,17 @@ class Service:
         self.address = self._data.address
         self._has_rdma = self._context.has_rdma
 
+    async def listen(self, host: str, deadline_ns: int) -> None:
+        """Offer connecting by socket address where there is RDMA: UCX's wire-up by worker address goes over UD there,
+        which does not come through everywhere. Optional: without it clients use the address.
+        """
+        if self._data is None or not self._has_rdma:
+            return
+        try:
+            self.port = await self._data.listen(host, deadline_ns=deadline_ns)
+        except TransportError as exc:
+            log.warning("service.no_listener", why=str(exc))
+
     def serves(self, session: int) -> bool:
         """Whether this session uses the service."""
         return session in self._sessions
@@ -75,13 +88,23 @@ class Service:
             raise errors.SetupError(f"the message path of this node is off: {self.why_off}")
         self._sessions.add(session)
         try:
-            await self._data.open_session(
-                session,
-                request.address,
-                is_peer_mode=request.is_peer_mode,
-                is_eager_only=request.is_eager_only,
-                deadline_ns=deadline_ns,
-            )
+            if request.client_id:
+                opening = self._data.await_session(
+                    session,
+                    request.client_id,
+                    is_peer_mode=request.is_peer_mode,
+                    is_eager_only=request.is_eager_only,
+                    deadline_ns=deadline_ns,
+                )
+            else:
+                opening = self._data.open_session(
+                    session,
+                    request.address,
+                    is_peer_mode=request.is_peer_mode,
+                    is_eager_only=request.is_eager_only,
+                    deadline_ns=deadline_ns,
+                )
+            await opening
         except TransportError as exc:
             self._sessions.discard(session)
             raise errors.Unavailable(f"the data service cannot reach the client: {exc}") from exc

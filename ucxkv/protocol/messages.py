@@ -116,6 +116,7 @@ class Welcome(Message, frozen=True):
     members: list[MemberInfo]
     data_address: bytes = b""  # UCX worker address of the data service, empty when it is off
     data_why_off: str = ""
+    data_port: UInt = 0  # UCX listener of the data service at the node's host, 0 when there is none
 
 
 class Grant(Message, frozen=True):
@@ -358,14 +359,15 @@ class Return(Message, frozen=True):
 
 
 class OpenData(Message, frozen=True):
-    """Open the data path of this connection: the caller's UCX worker address, and how its endpoint is made.
-    Answer: Done.
+    """Open the data path of this connection: the caller's UCX worker address, and how its endpoint is made. With a
+    client_id the caller connects to `data_port` instead, and its worker says that id. Answer: DataOpened.
     """
 
     CODE: ClassVar[int] = 39
     address: bytes
     is_peer_mode: bool
     is_eager_only: bool
+    client_id: UInt = 0
 
 
 class DataOpened(Message, frozen=True):
