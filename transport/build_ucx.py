@@ -13,7 +13,7 @@ from pathlib import Path
 from cffi import FFI
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ("ucx.c", "ops.c", "service.c", "serve.c", "fetch.c")
+SOURCES = ("ucx.c", "ops.c", "service.c", "accept.c", "serve.c", "fetch.c")
 HEADERS = ("ucx.h", "wire.h", "service.h", "fetch.h")
 
 

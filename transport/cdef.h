@@ -16,7 +16,7 @@ int32_t kv_context_open(const char *const *names, const char *const *values, siz
                         ucp_context_h *out, uint32_t *unknown);
 void kv_context_close(ucp_context_h context);
 
-int32_t kv_worker_open(ucp_context_h context, uint32_t capacity, kv_worker **out);
+int32_t kv_worker_open(ucp_context_h context, uint32_t capacity, uint64_t client_id, kv_worker **out);
 void kv_worker_close(kv_worker *w);
 int32_t kv_worker_fd(kv_worker *w, int *fd);
 int32_t kv_worker_arm(kv_worker *w);

@@ -14,6 +14,7 @@ One worker belongs to the thread of its loop.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable
@@ -100,8 +101,10 @@ class Worker:
         self.context = context
         self._loop = asyncio.get_running_loop()
         self._guard = ForkGuard("this UCX worker")
+        self.client_id = secrets.randbits(63) | 1
+        """What listeners are told of this worker when it connects to them."""
         out = self._ffi.new("kv_worker **")
-        status = self._lib.kv_worker_open(context.acquire(), ring_records, out)
+        status = self._lib.kv_worker_open(context.acquire(), ring_records, self.client_id, out)
         if status != 0:
             context.release()
             raise error_from_status(status, "creating a UCX worker")

@@ -30,7 +30,7 @@ from .ucx import Context, error_from_status
 
 __all__ = ["DataCounters", "DataService", "GrantStatus"]
 
-_OPEN, _CLOSE = 1, 2
+_OPEN, _CLOSE, _AWAIT, _LISTEN = 1, 2, 3, 4
 _CLEAN, _STILL_WRITING, _UNKNOWN = 0, 1, 2
 _RESULTS = 256
 
@@ -147,6 +147,30 @@ class DataService:
             raise UsageError(f"session {token:#x} is open already")
         if status != 0:
             raise error_from_status(status, f"opening session {token:#x}")
+
+    async def await_session(
+        self, token: int, client_id: int, *, is_peer_mode: bool, is_eager_only: bool, deadline_ns: int | None = None
+    ) -> None:
+        """Answer, under this token, the client that connects to the listener with this id (`Worker.client_id`).
+
+        Nothing is answered before it connects; see `open_session` for the rest.
+        """
+        raw = client_id.to_bytes(8, "little")
+        status = await self._command(_AWAIT, token, raw, is_peer_mode, is_eager_only, deadline_ns)
+        if status == -18:
+            raise UsageError(f"session {token:#x} is open already")
+        if status != 0:
+            raise error_from_status(status, f"announcing session {token:#x}")
+
+    async def listen(self, host: str, port: int = 0, *, deadline_ns: int | None = None) -> int:
+        """Let clients connect by socket address (rdmacm or tcp) too; the bound port. Once a service.
+
+        host: an IPv4 or IPv6 address of this host. Raises UsageError, UcxError (port taken, no such transport).
+        """
+        status = await self._command(_LISTEN, port, host.encode() + b"\0", True, True, deadline_ns)
+        if status <= 0:
+            raise error_from_status(status, f"listening on {host} port {port}")
+        return status
 
     async def close_session(self, token: int, *, deadline_ns: int | None = None) -> bool:
         """End a session; True when nothing of it can write any more (see the module). Unknown tokens are True."""

@@ -60,7 +60,7 @@ int32_t kv_worker_open(ucp_context_h context, uint32_t capacity, uint64_t client
     params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
     params.thread_mode = UCS_THREAD_MODE_SINGLE;
     params.field_mask |= UCP_WORKER_PARAM_FIELD_CLIENT_ID;
-    params.client_id = w->client_id = client_id;
+    params.client_id = client_id;
     ucs_status_t status = ucp_worker_create(context, &params, &w->ucp);
     if (status != UCS_OK) {
         free(w->ring);

@@ -101,6 +101,9 @@ struct kv_worker {
 
 void kv_held_free(kv_worker *w, kv_held *h);
 
+int32_t kv_listener_make(ucp_worker_h worker, const char *host, uint16_t port, ucp_listener_conn_callback_t handler,
+                         void *arg, ucp_listener_h *out, uint16_t *bound);
+
 static inline uint64_t kv_now_ns(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);

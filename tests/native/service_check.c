@@ -22,7 +22,7 @@
 /* declared in cdef.h for Python only */
 int32_t kv_context_open(const char *const *, const char *const *, size_t, int, ucp_context_h *, uint32_t *);
 void kv_context_close(ucp_context_h);
-int32_t kv_worker_open(ucp_context_h, uint32_t, kv_worker **);
+int32_t kv_worker_open(ucp_context_h, uint32_t, uint64_t, kv_worker **);
 void kv_worker_close(kv_worker *);
 int64_t kv_worker_address(kv_worker *, void *, size_t);
 uint32_t kv_progress(kv_worker *, uint64_t);
@@ -309,7 +309,7 @@ int main(int argc, char **argv) {
     CHECK(kv_service_open(context, (uint64_t)(uintptr_t)resolve, 0, 50000, &service) == 0);
     CHECK(kv_service_lend(service, 0, base, size, memh) == 0);
     side c = {0};
-    CHECK(kv_worker_open(context, 1024, &c.worker) == 0 && kv_fetcher_open(c.worker, &c.fetcher) == 0);
+    CHECK(kv_worker_open(context, 1024, 1, &c.worker) == 0 && kv_fetcher_open(c.worker, &c.fetcher) == 0);
     c.buffer = malloc(KEYS * (SLOT + 1));
     pthread_t thread;
     CHECK(pthread_create(&thread, NULL, meddler, NULL) == 0);

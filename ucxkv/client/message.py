@@ -18,6 +18,7 @@ from ucxkv.client.results import PathKind, ReadStatus
 from ucxkv.dial import ask, host_identity, mapped_error
 from ucxkv.protocol import messages as m
 from ucxkv.tiers import copy as tier_copy
+from ucxkv.transport.address import TcpAddress, parse_address
 from ucxkv.transport.base import TransportError
 from ucxkv.transport.data import TCP_FRAGMENT_BYTES, DataClient, WriteStatus
 from ucxkv.transport.endpoint import Endpoint
@@ -67,11 +68,20 @@ class MessageEngine:
         is_same_host = is_local and welcome.host == host_identity()
         try:
             worker = self._worker(is_same_host)
-            request = m.OpenData(address=worker.address, is_peer_mode=not is_same_host, is_eager_only=not is_same_host)
+            by_socket = not is_same_host and welcome.data_port != 0 and worker.context.has_rdma
+            request = m.OpenData(
+                address=worker.address,
+                is_peer_mode=not is_same_host,
+                is_eager_only=not is_same_host,
+                client_id=worker.client_id if by_socket else 0,
+            )
             opened = await ask(connection, request, deadline_ns, welcome.name)
             if not isinstance(opened, m.DataOpened):
                 raise errors.Unavailable("the node's answer to OpenData does not fit it", node=welcome.name)
-            endpoint = Endpoint.connect(worker, welcome.data_address, is_peer_mode=not is_same_host)
+            if by_socket:
+                endpoint = await _connect_by_socket(worker, connection, welcome.data_port, deadline_ns)
+            else:
+                endpoint = Endpoint.connect(worker, welcome.data_address, is_peer_mode=not is_same_host)
         except TransportError as exc:
             raise mapped_error(exc, welcome.name) from exc
         client = DataClient(
@@ -117,6 +127,23 @@ class MessageEngine:
         for worker in workers:
             await worker.aclose()
             worker.context.close()
+
+
+async def _connect_by_socket(worker: Worker, connection: ControlConnection, port: int, deadline_ns: int) -> Endpoint:
+    """An endpoint through the listener at the host that the control connection leads to, once it stands.
+
+    Waited for, since what is sent one-sidedly needs the lanes that are agreed on then.
+    """
+    host = parse_address(connection.peer_text)
+    if not isinstance(host, TcpAddress):
+        raise errors.Unavailable(f"{host} is no address that UCX connects to")
+    endpoint = Endpoint.connect_socket(worker, host.host, port)
+    try:
+        await endpoint.flush(deadline_ns=deadline_ns)
+    except BaseException:
+        await endpoint.aclose(force=True)
+        raise
+    return endpoint
 
 
 class MessagePath:

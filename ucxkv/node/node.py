@@ -116,6 +116,8 @@ class Node:
                 why="no token is set: anyone who reaches this address may read and write",
             )
         self.address = config.advertise or str(bound)
+        if isinstance(bound, TcpAddress):
+            await self.service.listen(bound.host, time.monotonic_ns() + 10_000_000_000)
         self._is_open = True
         if config.metrics_listen:
             self._metrics = MetricsServer(config.metrics_listen, self._numbers, config.name)
@@ -257,6 +259,7 @@ class Node:
             members=self.peers.members(),
             data_address=self.service.address,
             data_why_off=self.service.why_off,
+            data_port=self.service.port,
         )
 
     # ---- messages
