@@ -18,6 +18,8 @@ __all__ = ["Gid", "Interface", "NumaNode", "PciPlace", "RdmaDevice", "RdmaPort",
 
 NET, RDMA, NODES = "sys/class/net", "sys/class/infiniband", "sys/devices/system/node"
 _PCI_PART = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}\Z|[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]\Z")
+_GIDS_UNUSED_MAX = 16
+"""Tables have up to 1,024 entries, filled from the front: after so many unused ones in a row the rest is not read."""
 _EMPTY_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 _IPV4_GID = "0000:0000:0000:0000:0000:ffff:"
 _ETHERNET_TYPE, _INFINIBAND_TYPE = "1", "32"  # ARPHRD_ETHER, ARPHRD_INFINIBAND
@@ -157,11 +159,16 @@ def read_rdma(tree: SysTree) -> tuple[RdmaDevice, ...]:
 def _port(tree: SysTree, folder: str, number: int) -> RdmaPort:
     layer = tree.read(f"{folder}/link_layer")
     rate = tree.read(f"{folder}/rate")
-    gids = []
+    gids: list[Gid] = []
+    unused = 0
     for index in sorted(int(n) for n in tree.names(f"{folder}/gids") if n.isdigit()):
         value = tree.read(f"{folder}/gids/{index}")
         if not value or value == _EMPTY_GID:
+            unused += 1
+            if unused == _GIDS_UNUSED_MAX:
+                break
             continue
+        unused = 0
         kind = tree.read(f"{folder}/gid_attrs/types/{index}")
         kind = "IB" if layer == "InfiniBand" else "RoCE v2" if kind == "RoCE v2" else "RoCE v1"
         interface = tree.read(f"{folder}/gid_attrs/ndevs/{index}") if layer == "Ethernet" else ""

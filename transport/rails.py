@@ -4,9 +4,9 @@ Invariants: every rail of a choice can carry bytes now and ranks equal to the ot
 distance); a choice is the same for the same topology and arguments; `stripe` gives every byte to exactly one rail.
 
 How ports are ranked: by what its PCIe link and the way to it leave of a port's rate, then by distance. The caps below
-order devices and predict nothing: a port on the other socket is worth no more than the socket link gives one flow,
-and a
-GPU's bytes through a host bridge no more than a host bridge forwards peer to peer.
+order devices and predict nothing: a port on the other socket is worth no more than the socket link gives one flow, and
+a GPU's bytes through a host bridge no more than a host bridge forwards peer to peer.
+Devices in software (Soft-RoCE) come after all others.
 Source: NVIDIA's GPUDirect RDMA notes; UCX's own distances (UCX_DISTANCE_BW), which know no replicas and no workers.
 """
 
@@ -71,10 +71,11 @@ class _Candidate:
     left_gbps: float
     apart: Distance
     gid_index: int | None
+    is_soft: bool
 
     @property
-    def rank(self) -> tuple[float, Distance, float, str]:
-        return (-self.left_gbps, self.apart, -self.rate_gbps, self.transport)
+    def rank(self) -> tuple[bool, float, Distance, float, str]:
+        return (self.is_soft, -self.left_gbps, self.apart, -self.rate_gbps, self.transport)
 
 
 def choose_rails(topology: Topology, near: str = "", max_rails: int = 2, worker: int = 0) -> RailChoice:
@@ -112,7 +113,9 @@ def _port_candidate(topology: Topology, near: str, device: RdmaDevice, port: Rdm
     gid = port.gid
     transport = "InfiniBand" if port.link_layer == "InfiniBand" else gid.kind if gid else "RoCE"
     apart, left = _reach(topology, near, device.name, min(port.rate_gbps, device.place.link_gbps or port.rate_gbps))
-    return _Candidate(f"{device.name}:{port.number}", transport, port.rate_gbps, left, apart, port.gid_index)
+    return _Candidate(
+        f"{device.name}:{port.number}", transport, port.rate_gbps, left, apart, port.gid_index, device.is_soft
+    )
 
 
 def _reach(topology: Topology, near: str, device: str, rate_gbps: float) -> tuple[Distance, float]:

@@ -42,6 +42,8 @@ class RecordingTree:
             return ""
         real = self.resolve(path)
         if _GID_PATH.search(path):
+            if text == _EMPTY:
+                return text
             text = self._anonymous(text)
         elif path.endswith("/meminfo"):
             text = "\n".join(line for line in text.splitlines() if "MemTotal" in line)
@@ -87,7 +89,7 @@ class RecordingTree:
 
     def _anonymous(self, text: str) -> str:
         """A GID with its numbers replaced; other text as it is."""
-        if text == _EMPTY or not _GID.match(text):
+        if not _GID.match(text):
             return text
         prefix, interface = text[:19], text[20:]
         if text.startswith("0000:0000:0000:0000:0000:ffff:"):

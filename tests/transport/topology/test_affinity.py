@@ -41,6 +41,13 @@ def test_one_numa_node_places_nothing(name: str) -> None:
         assert (placed.numa, placed.cpus) == (None, ())
 
 
+def test_a_device_without_a_place_places_nothing() -> None:
+    """Goal: two NUMA nodes alone are no reason. Method: the recorded Soft-RoCE machine, whose devices are nowhere."""
+    placed = placement_for_node(recorded.machine("soft_roce"))
+    assert (placed.numa, placed.cpus) == (None, ())
+    assert placement_for_node(recorded.machine("soft_roce"), 1).cpus == (1,)
+
+
 def test_off_and_unknown_nodes() -> None:
     """Goal: off is off, a wrong number is refused. Method: the dual-socket machine."""
     box = recorded.machine("dual_socket")

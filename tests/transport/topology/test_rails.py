@@ -86,6 +86,16 @@ def test_soft_roce_is_chosen_with_its_ipv4_gid() -> None:
     assert (choice.net_devices, choice.transport, choice.gid_indices) == ("rxe0:1", "RoCE v2", (1,))
 
 
+def test_the_recorded_soft_roce_machine_uses_both_devices_unless_a_card_is_there() -> None:
+    """Goal: verbs where there is nothing better; hardware first. Method: the recording, then with a slow real card."""
+    machine = recorded.machine("soft_roce")
+    choice = choose_rails(machine, "numa1")
+    assert (choice.net_devices, choice.gid_indices, choice.apart) == ("rxe0:1,rxe1:1", (1, 1), Distance.SYS)
+    card = recorded.machine("dual_socket").rdma[0]
+    card = replace(card, ports=(replace(card.ports[0], rate_gbps=1.0),))
+    assert choose_rails(replace(machine, rdma=(*machine.rdma, card))).devices == ("mlx5_0:1",)
+
+
 def test_a_machine_without_any_network_leaves_the_choice_to_ucx() -> None:
     """Goal: no device is no error. Method: the laptop with its interfaces down."""
     laptop = recorded.machine("laptop")

@@ -108,6 +108,25 @@ def test_soft_roce_is_where_its_interface_is() -> None:
     assert machine.names() == ("rxe0",)
 
 
+def test_a_long_gid_table_is_read_up_to_its_last_used_entry() -> None:
+    """Goal: 1,024 entries of which six are used cost a few reads. Method: count them; entries behind a hole count."""
+    machine = recorded.soft_roce()
+    port = "sys/devices/virtual/infiniband/rxe0/ports/1"
+    for index in range(2, 1024):
+        machine.files[f"{port}/gids/{index}"] = "0000:0000:0000:0000:0000:0000:0000:0000"
+    machine.files[f"{port}/gids/12"] = "0000:0000:0000:0000:0000:ffff:0a00:0002"
+    asked: list[str] = []
+
+    class Counted(RecordedTree):
+        def read(self, path: str) -> str:
+            asked.append(path)
+            return super().read(path)
+
+    found = read_topology(Counted(machine.files, machine.links)).rdma[0].ports[0]
+    assert [gid.index for gid in found.gids] == [0, 1, 12]
+    assert sum("/gids/" in path for path in asked) == 29
+
+
 def test_bonds_stand_on_real_interfaces_and_bridges_of_pods_do_not() -> None:
     """Goal: a bond counts, a pod's end does not. Method: one card, a bond over it, a veth."""
     card, virtual = "sys/devices/pci0000:00/0000:00:01.0", "sys/devices/virtual/net"
