@@ -6,6 +6,8 @@ In reading order: base (errors, deadlines), address, frames, message, control, c
 library, ucx, memory, progress, endpoint (the binding: ucx.c, ops.c); service (node side: service.c, serve.c), data
 (client
 side: fetch.c), wire.h (the data service's messages); submit (for threads without a loop).
+Topology, imported by name only: sysfs, devices, nvml, topology (what is near what), rails, ranking, affinity (what
+follows from it), recording.
 """
 
 from .address import Address, AddressError, TcpAddress, UnixAddress, format_address, parse_address
