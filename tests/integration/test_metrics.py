@@ -8,6 +8,7 @@ import urllib.request
 
 import ucxkv
 from tests.conftest import blocks, keys
+from tests.harness import ROOT
 from ucxkv.node import Node, NodeConfig
 from ucxkv.node.metrics import METRIC_TEXTS
 
@@ -16,6 +17,12 @@ def _scrape(url: str) -> dict[str, float]:
     with urllib.request.urlopen(url, timeout=5) as answer:
         text = answer.read().decode()
     return {name: float(value) for name, value in re.findall(r'^ucxkv_(\w+)\{node="m"\} (\S+)$', text, re.M)}
+
+
+def test_every_metric_is_documented() -> None:
+    """Goal: docs/metrics.md is complete. Method: every name of the node's report stands in it."""
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    assert not [name for name in METRIC_TEXTS if f"`ucxkv_{name}" not in text]
 
 
 async def test_metrics_count_what_happened_and_idle_time_moves_nothing() -> None:
