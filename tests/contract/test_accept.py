@@ -1,0 +1,102 @@
+"""The data service by socket address: sessions that are announced, then connected to (accept.c).
+
+Over tcp here; the RDMA tests connect the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import numpy as np
+import pytest
+
+import ucxkv
+from tests.harness import wait_until
+from tests.transport.native import address_of
+from ucxkv.node import Node, NodeConfig
+from ucxkv.transport.base import PeerLost, UsageError
+from ucxkv.transport.data import DataClient
+from ucxkv.transport.endpoint import Endpoint
+from ucxkv.transport.memory import MemoryRegion
+from ucxkv.transport.progress import Worker
+from ucxkv.transport.service import DataService
+from ucxkv.transport.ucx import Context
+
+
+@pytest.fixture
+def rdma_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts say that they have RDMA, so that node and client choose the socket way."""
+    monkeypatch.setattr(Context, "has_rdma", property(lambda self: True))
+
+
+@pytest.mark.usefixtures("rdma_everywhere")
+async def test_a_client_connects_through_the_nodes_listener() -> None:
+    """Method: three clients one after the other; put, get, match; the node's sessions are gone afterwards."""
+    async with Node(NodeConfig(listen="127.0.0.1:0", host_bytes=32 << 20)) as node:
+        assert node.service.port > 0
+        for seed in range(3):
+            async with ucxkv.connect(node.address, path="network") as kv:
+                k = [os.urandom(16) for _ in range(4)]
+                b = np.random.default_rng(seed).integers(0, 256, (4, 70_000), np.uint8)
+                assert (await kv.put_many(k, b, "chain")).ok
+                into = np.zeros_like(b)
+                assert (await kv.get_many(k, into)).hits == 4 and (into == b).all()
+                assert (await kv.match(k)).blocks == 4
+        await wait_until(lambda: node.service.numbers()["message_sessions"] == 0, "sessions end")
+
+
+async def test_a_node_listens_where_it_has_rdma_and_not_elsewhere() -> None:
+    """Method: the port of a node, beside what its UCX has."""
+    async with Node(NodeConfig(listen="127.0.0.1:0", host_bytes=32 << 20)) as node:
+        with Context(is_shared=False) as context:
+            assert (node.service.port > 0) is context.has_rdma
+
+
+async def test_an_id_that_nobody_announced_is_turned_away() -> None:
+    """Method: a stranger connects before and after the announced client; it fails, the announced one is answered."""
+    with Context() as served, Context(is_shared=False) as context:
+        memory = MemoryRegion.allocate(served, 4096)
+        service = DataService(served, *_nothing())
+        service.lend(0, memory)
+        known, stranger = Worker(context), Worker(context)
+        port = await service.listen("127.0.0.1")
+        await service.await_session(77, known.client_id, is_peer_mode=True, is_eager_only=True)
+        with pytest.raises(UsageError):
+            await service.await_session(77, known.client_id, is_peer_mode=True, is_eager_only=True)
+        for turn in range(2):
+            endpoint = Endpoint.connect_socket(stranger, "127.0.0.1", port)
+            with pytest.raises(PeerLost):
+                await endpoint.flush()
+            await endpoint.aclose(force=True)
+            if turn == 0:
+                mine = Endpoint.connect_socket(known, "127.0.0.1", port)
+                client = DataClient(known, mine, 77)
+                found = await client.lookup(bytes(range(1, 17)))
+                assert found["status"].tolist() == [1]
+        assert service.counters().unknown_session == 2
+        await client.aclose()
+        assert await service.close_session(77)
+        await asyncio.gather(known.aclose(), stranger.aclose())
+        service.close()
+        memory.close()
+
+
+async def test_a_session_that_was_announced_and_never_connected_closes_clean() -> None:
+    """Method: announce 100, close half of them by name and the rest with the service; the counter is back to zero."""
+    with Context() as served:
+        service = DataService(served, *_nothing())
+        for token in range(1, 101):
+            await service.await_session(token, 1000 + token, is_peer_mode=True, is_eager_only=True)
+        for token in range(1, 51):
+            assert await service.close_session(token)
+        await wait_until(lambda: service.counters().sessions == 50, "the closed half is gone")
+        service.close()
+
+
+_EMPTY = np.zeros(2, "<u8")  # a table of tests/native/resolver.c: no blocks, no delay
+
+
+def _nothing() -> tuple[int, int]:
+    """A resolver that finds nothing, and its context."""
+    return address_of("test_resolve"), _EMPTY.ctypes.data
