@@ -3,6 +3,7 @@
 # sanitizers, a short fuzz of the wire decoder, and the tests that need torch in a second environment.
 #
 #   bash scripts/test.sh              everything; 20 minutes at most on 2 busy cores
+#   bash scripts/test.sh --rdma       the RDMA tests in a virtual machine with Soft-RoCE; needs root on Debian
 #   bash scripts/test.sh --quick      style, types and the tests not marked slow; no sanitizers, no fuzz, no torch
 #   bash scripts/test.sh -- -k slots  what follows -- goes to pytest (and --quick's steps only)
 #
@@ -12,25 +13,27 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 . scripts/env.sh
 
 usage() {
-  sed -n '2,9p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
+  sed -n '2,10p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
   cat <<'T'
 Options:
   --quick           see above
   --torch           only the torch step
   --no-torch        everything but the torch step
   --sanitize        only the C code under sanitizers
+  --rdma            only the RDMA tests, in a virtual machine (not part of a full run)
   --fuzz SECONDS    fuzz the wire decoder that long (default 20 s in a full run); alone it is the only step
   --help            this text
 T
 }
 
-with_style=1 with_tests=1 with_sanitize=1 with_torch=1 fuzz_s=20 quick=0 pytest_args=() only=()
+with_style=1 with_tests=1 with_sanitize=1 with_torch=1 with_rdma=0 fuzz_s=20 quick=0 pytest_args=() only=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --quick) quick=1 with_sanitize=0 with_torch=0 fuzz_s=0 ;;
     --torch) only+=(torch) ;;
     --no-torch) with_torch=0 ;;
     --sanitize) only+=(sanitize) ;;
+    --rdma) only+=(rdma) ;;
     --fuzz)
       case "${2:-}" in '' | *[!0-9]*) echo "--fuzz needs a number of seconds" >&2; exit 2 ;; esac
       only+=(fuzz) fuzz_s="$2"
@@ -48,6 +51,7 @@ if [ "${#only[@]}" -gt 0 ]; then
     case "$step" in
       torch) with_torch=1 ;;
       sanitize) with_sanitize=1 ;;
+      rdma) with_rdma=1 ;;
       fuzz) fuzz_s="$fuzz_kept" ;;
     esac
   done
@@ -93,6 +97,15 @@ print(f"{total - failed - skipped} passed, {failed} failed, {skipped} skipped")
 PY
 }
 
+network_tools() {
+  # iproute2 and nftables, for the tests of several hosts; without them, or without root, those tests skip.
+  [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 0
+  command -v ip >/dev/null && command -v tc >/dev/null && command -v nft >/dev/null && return 0
+  echo "setup: apt-get install iproute2 nftables (tests of several hosts)"
+  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends iproute2 nftables; } \
+    >/dev/null 2>&1 || echo "setup: that failed; the tests of several hosts will skip"
+}
+
 torch_step() {
   # The tests that need torch (a small random model among them), then the example: a real model across processes.
   environment .venv-torch test,example "${UCXKV_TORCH:-torch==2.13.0}" || { failed_steps=$((failed_steps + 1)); return; }
@@ -101,7 +114,7 @@ torch_step() {
   step "example: reuse_kv.py, 320 tokens" 600 "$UCXKV_PYTHON" examples/reuse_kv.py --prompt-tokens 320 --tokens 8
 }
 
-if ((with_style || with_tests || with_sanitize || fuzz_s)); then
+if ((with_style || with_tests || with_sanitize || with_rdma || fuzz_s)); then
   environment .venv test || exit 1
 fi
 if ((with_style)); then
@@ -111,6 +124,7 @@ if ((with_style)); then
   step "mypy of the scripts" 300 env MYPYPATH=scripts mypy --explicit-package-bases scripts
 fi
 if ((with_tests)); then
+  network_tools
   marks="not torch"
   ((quick)) && marks="not torch and not slow"
   step "pytest" 1200 "$UCXKV_PYTHON" -m pytest -m "$marks" --durations=15 \
@@ -124,6 +138,10 @@ if ((fuzz_s)); then
 fi
 if ((with_torch)); then
   torch_step
+fi
+if ((with_rdma)); then
+  step "pytest -m rdma in a virtual machine" 1800 env ROCE_OUT="$reports" ROCE_TIMEOUT=1700 VIRTUAL_ENV="$PWD/.venv" \
+    bash scripts/roce_vm.sh "$UCXKV_PYTHON" -m pytest -m rdma --junitxml="$reports/rdma.xml"
 fi
 
 printf '\n== summary  (%d s)\n' "$SECONDS"

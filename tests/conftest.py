@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import ucxkv
 from tests.harness import NodeProcess
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m rdma` imports the RDMA tests alone: where they run, importing the others takes minutes."""
+    only_rdma = config.option.markexpr.strip() == "rdma"
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if only_rdma and is_test and collection_path.parent.name != "rdma" else None
 
 
 @pytest.fixture(scope="session")
