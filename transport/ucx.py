@@ -29,6 +29,12 @@ SAME_HOST_TRANSPORTS = "posix,cma,self"
 it."""
 
 _RDMA_TRANSPORTS = frozenset(("all", "ib", "rc", "rc_verbs", "rc_mlx5", "rc_x", "dc", "dc_mlx5", "dc_x"))
+_UD_TRANSPORTS = frozenset(("ud", "ud_verbs", "ud_x"))
+_SOFT_ROCE_SETTINGS: Mapping[str, str] = {
+    # UCX 1.13 looks for a datagram's destination GID where Soft-RoCE does not put it, and drops them all: no wire-up by
+    # worker address, and endpoints with a keepalive over UD die after half a minute.
+    "UD_ETH_DGID_CHECK": "n",
+}
 _CANCELED = -16
 _RAILS_SINCE = (1, 17)  # 1.13 does not know MAX_RMA_RAILS, 1.17 and later do
 _WITHOUT_RAILS = {"tcp", "self", "posix", "sysv", "shm", "sm", "mm", "cma"}
@@ -74,6 +80,8 @@ class Context:
         wanted = _applicable(DEFAULT_SETTINGS, transports or os.environ.get("UCX_TLS"), self.library.version)
         if transports is not None:
             wanted["TLS"] = transports
+        if self.library.has_verbs and _is_soft_only(wanted.get("TLS")):
+            wanted |= _SOFT_ROCE_SETTINGS
         wanted = {name: value for name, value in wanted.items() if f"UCX_{name}" not in os.environ}
         wanted.update(settings or {})
         _refuse_crashing_segment(wanted.get("POSIX_SEG_SIZE") or os.environ.get("UCX_POSIX_SEG_SIZE"))
@@ -152,6 +160,13 @@ def _applicable(settings: Mapping[str, str], transports: str | None, version: tu
     if version[:2] < _RAILS_SINCE or (not is_all and names <= _WITHOUT_RAILS):
         found.pop("MAX_RMA_RAILS", None)
     return found
+
+
+def _is_soft_only(transports: str | None) -> bool:
+    """Whether the RDMA devices that these transports (None: the user's, or all) use are all in software."""
+    names = set((os.environ.get("UCX_TLS") or transports or "all").split(","))
+    ports = read_topology().usable_ports() if names & (_RDMA_TRANSPORTS | _UD_TRANSPORTS) else ()
+    return bool(ports) and all(device.is_soft for device, _ in ports)
 
 
 def _refuse_crashing_segment(value: str | None) -> None:
