@@ -16,7 +16,6 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Self
 
-import numpy as np
 import structlog
 
 from ucxkv import errors
@@ -24,14 +23,15 @@ from ucxkv.dial import failure_of, host_identity, mapped_error
 from ucxkv.node.config import NodeConfig
 from ucxkv.node.greeting import Greeter
 from ucxkv.node.metrics import MetricsServer
-from ucxkv.node.peers import PeerLinks, check_member
+from ucxkv.node.peers import PeerLinks
 from ucxkv.node.placing import Placing
+from ucxkv.node.requests import Requests
 from ucxkv.node.service import Service
 from ucxkv.node.session import Session, SessionState
 from ucxkv.node.store import HostStore
-from ucxkv.protocol import WIRE_VERSION, Message, MessageError, decode, encode
+from ucxkv.protocol import WIRE_VERSION, MessageError, decode, encode
 from ucxkv.protocol import messages as m
-from ucxkv.tiers.base import SetupFailed, TierError
+from ucxkv.tiers.base import SetupFailed
 from ucxkv.transport.address import TcpAddress, UnixAddress, parse_address
 from ucxkv.transport.base import ProtocolError, TransportError
 from ucxkv.transport.control_server import ControlServer
@@ -48,7 +48,6 @@ __all__ = ["Node"]
 
 _GREETING_FRAME_BYTES = 64 << 10
 _IDLE_NS = 1_000_000_000
-_TASKS_MAX = 64
 
 log = structlog.get_logger("ucxkv.node")
 
@@ -67,7 +66,7 @@ class Node:
         self._metrics: MetricsServer | None = None
         self._tick: asyncio.TimerHandle | None = None
         self._tick_ns = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
         self._started_ns = 0
         self._is_open = False
         self._stopped = asyncio.Event()
@@ -101,6 +100,7 @@ class Node:
         )
         self.service = Service(config, self.store, self.placing)
         self._greeter = Greeter(config.token, self._welcome)
+        self._requests = Requests(self, self._loop)
         self._server = await ControlServer.start(
             [listen, UnixAddress(self._local_name)],
             self._on_message,
@@ -154,9 +154,9 @@ class Node:
             self._tick = None
         if self._server is not None:
             self._server.stop_accepting()
-        for task in list(self._tasks):
+        for task in list(self.tasks):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self.tasks, return_exceptions=True)
         if hasattr(self, "peers"):
             await self.peers.aclose()
         if self._metrics is not None:
@@ -196,7 +196,7 @@ class Node:
     def _let_time_pass(self) -> None:
         self._tick = None
         if self._is_open:
-            self._tell_surrendered(self.store.tick(time.monotonic_ns()))
+            self.tell_surrendered(self.store.tick(time.monotonic_ns()))
             self._wake_at(self.store.next_ns())
 
     # ---- connections
@@ -221,7 +221,7 @@ class Node:
         if session.role == "node":
             self.peers.session_ended(session.id)
         if self.service.serves(session.id):
-            self._spawn(self._end_data(session))
+            self.spawn(self._end_data(session))
             return
         may_write = before is SessionState.OPEN and session.has_memory
         quarantined = self.store.close_session(session.id, may_still_write=may_write, now_ns=time.monotonic_ns())
@@ -272,7 +272,10 @@ class Node:
         except MessageError as exc:
             raise ProtocolError(str(exc)) from exc
         try:
-            answer = self._answer(session, request, message)
+            if session.is_open:
+                answer = self._requests.answer(session, request, message)
+            else:
+                answer = self._greeter.handle(session, request)
         except errors.UcxKvError as exc:
             answer = failure_of(exc)
         if answer is None or not connection.is_open:
@@ -283,125 +286,6 @@ class Node:
         if isinstance(answer, m.Failure) and not session.is_open:
             self._loop.call_later(0.2, connection.abort)  # the handshake failed; let the answer arrive
 
-    def _answer(self, session: Session, request: Message, message: ControlMessage) -> Message | None:
-        """The answer to one message, or None when there is none or it comes later."""
-        if not session.is_open:
-            return self._greeter.handle(session, request)
-        now_ns = time.monotonic_ns()
-        match request:
-            case m.Put():
-                return self._put(session, request, now_ns)
-            case m.Touch():
-                self.store.touch(request.keys, now_ns)
-                return None
-            case m.Grant():
-                return self._granted(session, request, now_ns)
-            case m.PutPart() if request.owner and request.owner != self.node_id:
-                self._later(message, session, self._put_foreign(session, request))
-                return None
-            case m.PutPart():
-                self._revoke(session, request.offsets)
-                return self.store.put_part(session.id, request, None, now_ns)
-            case m.OpenData():
-                self._later(message, session, self._open_data(session, request))
-                return None
-            case m.LeaseKeys():
-                return self.store.lease(session.id, request, now_ns)
-            case m.Renew():
-                return self.store.renew(session.id, request, now_ns)
-            case m.Release():
-                self.store.release(session.id, request.lease, now_ns)
-                return None
-            case m.Delete():
-                return self.store.delete(request.keys, now_ns)
-            case m.Damaged():
-                self.store.damaged(request.keys, now_ns)
-                return None
-            case m.Return():
-                self._revoke(session, request.offsets)
-                self.store.take_back(session.id, request)
-                return None
-            case m.Bye():
-                session.state = SessionState.LEAVING
-                return None
-            case m.ListKeys():
-                return self.store.list_keys(request)
-            case m.GetStatus():
-                return self._report()
-            case m.GetRegions():
-                return m.Regions(regions=self.store.regions())
-            case m.GetMembers():
-                return m.Members(members=self.peers.members())
-            case _:
-                return self._answer_node(session, request, message)
-
-    def _answer_node(self, session: Session, request: Message, message: ControlMessage) -> Message | None:
-        """What other nodes ask."""
-        if session.role != "node":
-            raise errors.UsageError(f"a {type(request).__name__} is not for clients to send")
-        match request:
-            case m.Join():
-                self._later(message, session, self._join(session, request))
-                return None
-            case m.Adopt():
-                if not any(member.name == session.name for member in self.peers.members()):
-                    raise errors.Unavailable("this node has no link back, so it would not see the asker's end")
-                return self.store.adopt(session.name, request)
-            case m.Surrender():
-                self.store.surrendered(session.name, request)
-                return None
-            case m.Reclaim():
-                member = next((p for p in self.peers.members() if p.name == session.name), None)
-                freed = 0 if member is None else self.store.reclaim(member.node_id, request.nbytes, time.monotonic_ns())
-                return m.Done(ok=freed > 0, value=freed)
-            case _:
-                raise errors.UsageError(f"a {type(request).__name__} was not expected here")
-
-    def _later(self, message: ControlMessage, session: Session, answer: Coroutine[object, object, Message]) -> None:
-        """Answer when the coroutine is done."""
-        self._spawn(self._answer_later(message, session, answer))
-
-    async def _answer_later(
-        self, message: ControlMessage, session: Session, coroutine: Coroutine[object, object, Message]
-    ) -> None:
-        try:
-            answer = await coroutine
-        except errors.UcxKvError as exc:
-            answer = failure_of(exc)
-        except (TransportError, TierError, ValueError) as exc:
-            log.warning("request.failed", name=session.name, type=message.type, why=repr(exc))
-            answer = failure_of(errors.Unavailable(f"the node could not carry it out: {exc}"))
-        if session.connection.is_open and message.request_id:
-            with contextlib.suppress(TransportError):
-                session.connection.reply(message, answer.CODE, encode(answer))
-
-    def _granted(self, session: Session, request: m.Grant, now_ns: int) -> m.Granted:
-        answer, short = self.store.grant(session.id, request.length, request.count, now_ns)
-        self._lend(session, answer.capacity, answer.offsets)
-        if short:
-            for member in self.peers.members():
-                if member.node_id != self.node_id and self.store.adopted_bytes(member.name):
-                    self._spawn_reclaim(member.node_id, short)
-        return answer
-
-    def _put(self, session: Session, request: m.Put, now_ns: int) -> m.PutDone:
-        self._revoke(session, request.offsets)
-        answer = self.store.put(session.id, request, now_ns)
-        self._lend(session, answer.refill_capacity, answer.refill_offsets)
-        return answer
-
-    def _lend(self, session: Session, capacity: int, offsets: bytes) -> None:
-        if self.service.serves(session.id):
-            self.service.grant(session.id, np.frombuffer(offsets, np.uint64).tolist(), capacity)
-
-    def _revoke(self, session: Session, offsets: bytes) -> None:
-        """Before extents of a message session get a new meaning: it writes them no more."""
-        if self.service.serves(session.id) and not self.service.revoke(session.id, offsets):
-            raise errors.UsageError("these extents are still being written; commit after the writes were answered")
-
-    async def _open_data(self, session: Session, request: m.OpenData) -> Message:
-        return await self.service.open_session(session.id, request, time.monotonic_ns() + 5_000_000_000)
-
     async def _end_data(self, session: Session) -> None:
         """Close a message session's data path; what it could still write stays out of use."""
         is_clean = await self.service.close_session(session.id)
@@ -410,48 +294,14 @@ class Node:
             log.error("session.stuck", name=session.name, session=session.id)
         session.close_pidfd()
 
-    def _spawn_reclaim(self, node_id: int, nbytes: int) -> None:
-        async def reclaim() -> None:
-            with contextlib.suppress(errors.UcxKvError):
-                await self.peers.ask(node_id, m.Reclaim(nbytes=nbytes), time.monotonic_ns() + 1_000_000_000)
-
-        if len(self._tasks) < _TASKS_MAX:
-            self._spawn(reclaim())
-
-    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+    def spawn(self, work: Coroutine[object, object, None]) -> None:
+        """Run this until the node ends."""
         task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
-    async def _join(self, session: Session, request: m.Join) -> Message:
-        check_member(request.member)
-        self.peers.announced(session.id, request.member)
-        await self.peers.add(request.member)
-        return m.Members(members=self.peers.members())
-
-    async def _put_foreign(self, session: Session, request: m.PutPart) -> Message:
-        """A part whose extents another node lent: that node hands them over first."""
-        owner = self.peers.find(request.owner)
-        if owner is None:
-            raise errors.Unavailable(f"node {self.config.name} has no link to the node that holds this part")
-        if any(request.segments):
-            raise errors.StaleError("a put named a segment that its node does not have")
-        if not 0 <= request.part < request.parts <= 255:
-            raise errors.UsageError(f"part {request.part} of {request.parts}: parts go from 0, at most 255 of them")
-        self.store.region_of(owner)
-        deadline_ns = time.monotonic_ns() + min(request.deadline_ms, self.config.put_deadline_ms) * 1_000_000
-        adopt = m.Adopt(session=request.owner_session, segments=request.segments, offsets=request.offsets)
-        answer = await self.peers.ask(request.owner, adopt, deadline_ns)
-        assert isinstance(answer, m.Statuses)
-        if any(answer.status):
-            raise errors.StaleError(
-                f"node {owner.name} no longer holds these extents for the writer; put the part again"
-            )
-        done = self.store.put_part(session.id, request, owner, time.monotonic_ns())
-        self._tell_surrendered(self.store.take_surrendered())
-        return done
-
-    def _tell_surrendered(self, surrendered: dict[int, m.Surrender]) -> None:
+    def tell_surrendered(self, surrendered: dict[int, m.Surrender]) -> None:
+        """Give other nodes the extents back that this shard needs no longer."""
         for node_id, message in surrendered.items():
             self.peers.tell(node_id, message)
 
@@ -483,7 +333,8 @@ class Node:
             "vanished_writers": len(self._gone),
         }
 
-    def _report(self) -> m.NodeReport:
+    def report(self) -> m.NodeReport:
+        """What `GetStatus` answers."""
         return m.NodeReport(
             name=self.config.name,
             address=self.address,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Service"]
 
 OWN_REGION = 0
+_BUSY = 1  # transport.service.GrantStatus.BUSY, without loading libucp
 
 log = structlog.get_logger("ucxkv.node")
 
@@ -128,13 +129,17 @@ class Service:
             n = len(offsets)
             self._data.grant(session, np.zeros(n, np.uint16), offsets, np.full(n, capacity, np.uint64))
 
-    def revoke(self, session: int, offsets: bytes) -> bool:
-        """Take extents back from a session before they get a new meaning; False when one is being written right now."""
+    def revoke(self, session: int, offsets: bytes) -> bytes:
+        """Take extents back from a session before they get a new meaning; those that are being written right now.
+
+        No further write into them starts; ask again when the ones in flight are over.
+        """
         if self._data is None or session not in self._sessions or not offsets:
-            return True
+            return b""
         where = np.frombuffer(offsets, np.uint64)
         status = self._data.revoke(session, np.zeros(len(where), np.uint16), where)
-        return bool((status != 1).all())
+        busy: bytes = where[status == _BUSY].tobytes()
+        return busy
 
     def numbers(self) -> dict[str, float]:
         """The service's counters, each named `message_...`."""

@@ -156,10 +156,9 @@ class HostStore:
         self.counts["evicted_bytes"] += gone.bytes
         return gone.bytes
 
-    def take_back(self, session: int, request: m.Return) -> None:
+    def take_back(self, session: int, offsets: Iterable[int]) -> None:
         """Extents a client does not use; what it no longer holds is ignored."""
-        offsets = dict.fromkeys(_u64s(request.offsets))
-        mine = [offset for offset in offsets if self.grants.holder_of(OWN_SEGMENT, offset) == session]
+        mine = [offset for offset in dict.fromkeys(offsets) if self.grants.holder_of(OWN_SEGMENT, offset) == session]
         self.grants.take_run(session, OWN_SEGMENT, mine, [0] * len(mine))
         self.slabs.free(mine)
 

@@ -1,0 +1,210 @@
+"""What a node does with each message of an open session: one method a request, the answer or its coroutine back.
+
+No state of its own: it reads and changes the node's store, data service, sessions and links to the neighbours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import structlog
+
+from ucxkv import errors
+from ucxkv.dial import failure_of
+from ucxkv.node.peers import check_member
+from ucxkv.node.session import Session, SessionState
+from ucxkv.protocol import Message, encode
+from ucxkv.protocol import messages as m
+from ucxkv.tiers.base import TierError
+from ucxkv.transport.base import TransportError
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Coroutine
+
+    from ucxkv.node.node import Node
+    from ucxkv.transport.control import Message as ControlMessage
+
+__all__ = ["Requests"]
+
+_TASKS_MAX = 64
+_BUSY_S = 0.05
+
+log = structlog.get_logger("ucxkv.node")
+
+
+class Requests:
+    """The requests of one node's sessions."""
+
+    def __init__(self, node: Node, loop: asyncio.AbstractEventLoop) -> None:
+        self._node = node
+        self._loop = loop
+        self._store = node.store
+        self._service = node.service
+
+    def answer(self, session: Session, request: Message, message: ControlMessage) -> Message | None:
+        """The answer to one message, or None when there is none or it comes later."""
+        now_ns = time.monotonic_ns()
+        match request:
+            case m.Put():
+                return self._put(session, request, now_ns)
+            case m.Touch():
+                self._store.touch(request.keys, now_ns)
+                return None
+            case m.Grant():
+                return self._granted(session, request, now_ns)
+            case m.PutPart() if request.owner and request.owner != self._node.node_id:
+                self._later(message, session, self._put_foreign(session, request))
+                return None
+            case m.PutPart():
+                self._revoke(session, request.offsets)
+                return self._store.put_part(session.id, request, None, now_ns)
+            case m.OpenData():
+                self._later(message, session, self._open_data(session, request))
+                return None
+            case m.LeaseKeys():
+                return self._store.lease(session.id, request, now_ns)
+            case m.Renew():
+                return self._store.renew(session.id, request, now_ns)
+            case m.Release():
+                self._store.release(session.id, request.lease, now_ns)
+                return None
+            case m.Delete():
+                return self._store.delete(request.keys, now_ns)
+            case m.Damaged():
+                self._store.damaged(request.keys, now_ns)
+                return None
+            case m.Return():
+                self._take_back(session, request.offsets)
+                return None
+            case m.Bye():
+                session.state = SessionState.LEAVING
+                return None
+            case m.ListKeys():
+                return self._store.list_keys(request)
+            case m.GetStatus():
+                return self._node.report()
+            case m.GetRegions():
+                return m.Regions(regions=self._store.regions())
+            case m.GetMembers():
+                return m.Members(members=self._node.peers.members())
+            case _:
+                return self._answer_node(session, request, message)
+
+    def _answer_node(self, session: Session, request: Message, message: ControlMessage) -> Message | None:
+        """What other nodes ask."""
+        if session.role != "node":
+            raise errors.UsageError(f"a {type(request).__name__} is not for clients to send")
+        match request:
+            case m.Join():
+                self._later(message, session, self._join(session, request))
+                return None
+            case m.Adopt():
+                if not any(member.name == session.name for member in self._node.peers.members()):
+                    raise errors.Unavailable("this node has no link back, so it would not see the asker's end")
+                return self._store.adopt(session.name, request)
+            case m.Surrender():
+                self._store.surrendered(session.name, request)
+                return None
+            case m.Reclaim():
+                member = next((p for p in self._node.peers.members() if p.name == session.name), None)
+                freed = (
+                    0 if member is None else self._store.reclaim(member.node_id, request.nbytes, time.monotonic_ns())
+                )
+                return m.Done(ok=freed > 0, value=freed)
+            case _:
+                raise errors.UsageError(f"a {type(request).__name__} was not expected here")
+
+    def _later(self, message: ControlMessage, session: Session, answer: Coroutine[object, object, Message]) -> None:
+        """Answer when the coroutine is done."""
+        self._node.spawn(self._answer_later(message, session, answer))
+
+    async def _answer_later(
+        self, message: ControlMessage, session: Session, coroutine: Coroutine[object, object, Message]
+    ) -> None:
+        try:
+            answer = await coroutine
+        except errors.UcxKvError as exc:
+            answer = failure_of(exc)
+        except (TransportError, TierError, ValueError) as exc:
+            log.warning("request.failed", name=session.name, type=message.type, why=repr(exc))
+            answer = failure_of(errors.Unavailable(f"the node could not carry it out: {exc}"))
+        if session.connection.is_open and message.request_id:
+            with contextlib.suppress(TransportError):
+                session.connection.reply(message, answer.CODE, encode(answer))
+
+    def _granted(self, session: Session, request: m.Grant, now_ns: int) -> m.Granted:
+        answer, short = self._store.grant(session.id, request.length, request.count, now_ns)
+        self._lend(session, answer.capacity, answer.offsets)
+        if short:
+            for member in self._node.peers.members():
+                if member.node_id != self._node.node_id and self._store.adopted_bytes(member.name):
+                    self._spawn_reclaim(member.node_id, short)
+        return answer
+
+    def _put(self, session: Session, request: m.Put, now_ns: int) -> m.PutDone:
+        self._revoke(session, request.offsets)
+        answer = self._store.put(session.id, request, now_ns)
+        self._lend(session, answer.refill_capacity, answer.refill_offsets)
+        return answer
+
+    def _lend(self, session: Session, capacity: int, offsets: bytes) -> None:
+        if self._service.serves(session.id):
+            self._service.grant(session.id, np.frombuffer(offsets, np.uint64).tolist(), capacity)
+
+    def _revoke(self, session: Session, offsets: bytes) -> None:
+        """Before extents of a message session get a new meaning: it writes them no more."""
+        if self._service.revoke(session.id, offsets):
+            raise errors.UsageError("these extents are still being written; commit after the writes were answered")
+
+    def _take_back(self, session: Session, offsets: bytes) -> None:
+        """Free extents that a session does not use; those a cancelled write still runs into when it is over."""
+        if session.id not in self._node.sessions:
+            return  # its end has dealt with all of them
+        busy = self._service.revoke(session.id, offsets)
+        kept = set(memoryview(busy).cast("Q")) if busy else ()
+        self._store.take_back(session.id, [o for o in memoryview(offsets).cast("Q") if o not in kept])
+        if busy:
+            self._loop.call_later(_BUSY_S, self._take_back, session, busy)
+
+    async def _open_data(self, session: Session, request: m.OpenData) -> Message:
+        return await self._service.open_session(session.id, request, time.monotonic_ns() + 5_000_000_000)
+
+    def _spawn_reclaim(self, node_id: int, nbytes: int) -> None:
+        async def reclaim() -> None:
+            with contextlib.suppress(errors.UcxKvError):
+                await self._node.peers.ask(node_id, m.Reclaim(nbytes=nbytes), time.monotonic_ns() + 1_000_000_000)
+
+        if len(self._node.tasks) < _TASKS_MAX:
+            self._node.spawn(reclaim())
+
+    async def _join(self, session: Session, request: m.Join) -> Message:
+        check_member(request.member)
+        self._node.peers.announced(session.id, request.member)
+        await self._node.peers.add(request.member)
+        return m.Members(members=self._node.peers.members())
+
+    async def _put_foreign(self, session: Session, request: m.PutPart) -> Message:
+        """A part whose extents another node lent: that node hands them over first."""
+        owner = self._node.peers.find(request.owner)
+        if owner is None:
+            raise errors.Unavailable(f"node {self._node.config.name} has no link to the node that holds this part")
+        if any(request.segments):
+            raise errors.StaleError("a put named a segment that its node does not have")
+        if not 0 <= request.part < request.parts <= 255:
+            raise errors.UsageError(f"part {request.part} of {request.parts}: parts go from 0, at most 255 of them")
+        self._store.region_of(owner)
+        deadline_ns = time.monotonic_ns() + min(request.deadline_ms, self._node.config.put_deadline_ms) * 1_000_000
+        adopt = m.Adopt(session=request.owner_session, segments=request.segments, offsets=request.offsets)
+        answer = await self._node.peers.ask(request.owner, adopt, deadline_ns)
+        assert isinstance(answer, m.Statuses)
+        if any(answer.status):
+            raise errors.StaleError(
+                f"node {owner.name} no longer holds these extents for the writer; put the part again"
+            )
+        done = self._store.put_part(session.id, request, owner, time.monotonic_ns())
+        self._node.tell_surrendered(self._store.take_surrendered())
+        return done
