@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from ucxkv.directory import ROOT_KEY, DeleteStatus, PutStatus
@@ -50,6 +51,7 @@ class Model:
         self.gone: list[Gone] = []
         self.leases: dict[int, ModelLease] = {}
         self.lives = 0
+        self.seen: Counter[str] = Counter()  # what became of drafts below drafts
 
     @property
     def used(self) -> int:
@@ -61,7 +63,6 @@ class Model:
         )
 
     def put(self, key: bytes, parent: bytes, extent: Extent, now: int) -> PutStatus:
-        self.drop_late(key, now)
         if key in self.drafts:
             return PutStatus.BUSY
         if key in self.visible:
@@ -78,17 +79,18 @@ class Model:
     ) -> PutStatus:
         if key in self.visible:
             return PutStatus.ALREADY
-        self.drop_late(key, now)
         draft = self.drafts.get(key)
         if draft is None:
-            if parent != ROOT_KEY and parent not in self.visible:
+            above = self.drafts.get(parent)
+            is_same_put = parts > 1 and above is not None and above.put_id == put_id
+            if parent != ROOT_KEY and parent not in self.visible and not is_same_put:
                 return PutStatus.ORDER
             draft = Draft(parent, parts, put_id, deadline)
         elif (draft.put_id, draft.parts) != (put_id, parts):
             return PutStatus.BUSY
         elif part in draft.extents:
             return PutStatus.ALREADY
-        if len(draft.extents) + 1 < parts:
+        if len(draft.extents) + 1 < parts or draft.parent in self.drafts:
             draft.extents[part] = extent
             self.drafts[key] = draft
             return PutStatus.SEALED
@@ -97,7 +99,25 @@ class Model:
         draft.extents[part] = extent
         self.drafts.pop(key, None)
         self.appear(key, draft.parent, [draft.extents[p] for p in range(parts)])
+        self.follow(key, now)
         return PutStatus.STORED
+
+    def follow(self, key: bytes, now: int) -> None:
+        """Whole drafts below a block that has appeared appear too, level by level; those that find no room go."""
+        shown = [key]
+        for above in shown:
+            for child in [key for key, draft in self.drafts.items() if draft.parent == above]:
+                draft = self.drafts[child]
+                if len(draft.extents) < draft.parts:
+                    continue
+                if self.used + draft.parts > self.capacity:
+                    self.drop(child, now)
+                    self.seen["no room"] += 1
+                    continue
+                del self.drafts[child]
+                self.appear(child, above, [draft.extents[p] for p in range(draft.parts)])
+                self.seen["followed"] += 1
+                shown.append(child)
 
     def appear(self, key: bytes, parent: bytes, extents: list[Extent]) -> None:
         self.lives += 1
@@ -119,15 +139,20 @@ class Model:
             DeleteStatus.DELETED if k in done else DeleteStatus.ORDER if k in known else DeleteStatus.MISS for k in keys
         ]
 
-    def drop_late(self, key: bytes, now: int) -> None:
-        draft = self.drafts.get(key)
-        if draft is not None and draft.deadline <= now:
+    def drop_late(self, now: int) -> None:
+        for key in [key for key, draft in self.drafts.items() if draft.deadline <= now]:
             self.drop(key, now)
 
     def drop(self, key: bytes, now: int, without: frozenset[int] = frozenset()) -> None:
-        draft = self.drafts.pop(key)
+        """Give up a draft, if it is one still, and the drafts below it."""
+        draft = self.drafts.pop(key, None)
+        if draft is None:
+            return
         extents = [extent for extent in draft.extents.values() if extent[0] not in without]
         self.gone.append(Gone(extents, now + self.grace, set()))
+        for child in [child for child, below in self.drafts.items() if below.parent == key]:
+            self.drop(child, now, without)
+            self.seen["given up"] += 1
 
     def lease(self, lease: int, keys: list[bytes], end: int, owner: int) -> None:
         held = [(key, self.visible[key].life) for key in dict.fromkeys(keys) if key in self.visible]
@@ -141,14 +166,15 @@ class Model:
             block.leases.discard(lease)
 
     def lose(self, region: int, now: int) -> set[bytes]:
-        lost = frozenset([region])
+        lost, before = frozenset([region]), self.seen["given up"]
         for key in list(self.drafts):
-            if any(e[0] == region for e in self.drafts[key].extents.values()):
+            if key in self.drafts and any(e[0] == region for e in self.drafts[key].extents.values()):
                 self.drop(key, now, lost)
         hit = [key for key, block in self.visible.items() if any(e[0] == region for e in block.extents)]
         out = self.drop_blocks(hit, now, lost)
         for gone in self.gone:
             gone.extents = [extent for extent in gone.extents if extent[0] != region]
+        self.seen["lost"] += self.seen["given up"] - before
         return out
 
     def drop_blocks(self, keys: list[bytes], now: int, lost: frozenset[int] = frozenset()) -> set[bytes]:
@@ -156,7 +182,7 @@ class Model:
         while more := {key for key, block in self.visible.items() if block.parent in out} - out:
             out |= more
         for key in list(self.drafts):
-            if self.drafts[key].parent in out:
+            if key in self.drafts and self.drafts[key].parent in out:
                 self.drop(key, now, lost)
         for key in out:
             self.remove(key, now, lost)
@@ -165,8 +191,7 @@ class Model:
     def tick(self, now: int) -> None:
         for lease in [lease for lease, it in self.leases.items() if it.end <= now]:
             self.end_lease(lease)
-        for key in list(self.drafts):
-            self.drop_late(key, now)
+        self.drop_late(now)
 
     def due(self, now: int) -> list[Extent]:
         """Take out what must be freed by now."""

@@ -270,13 +270,113 @@ def test_a_writing_child_keeps_its_parent_until_it_is_given_up() -> None:
     shell.evict_one()
 
 
-def test_a_block_begun_below_another_of_the_same_call_is_in_order() -> None:
-    """Goal: chains of parts in one call. Method: both blocks' parts in two calls; the child begins after its parent."""
+def test_each_rank_puts_its_part_of_a_chain_in_one_call() -> None:
+    """Goal: chains of parts. Method: three ranks, a call each for four blocks; then the same chain's continuation."""
     shell = Shell()
-    a, b = chain(2)
-    assert shell.part([a, b], 0, 2, parents=[ROOT_KEY, a]) == [PutStatus.SEALED, PutStatus.ORDER]
-    assert shell.part([a, b], 1, 2, parents=[ROOT_KEY, a]) == [PutStatus.STORED, PutStatus.SEALED]
-    assert shell.part([b], 0, 2, parents=[a]) == [PutStatus.STORED]
+    keys = chain(6)
+    above = [ROOT_KEY, *keys[:-1]]
+    for rank in (1, 0):
+        assert shell.part(keys[:4], rank, 3, parents=above[:4]) == [PutStatus.SEALED] * 4
+        assert shell.core.match(b"".join(keys)) == 0
+    assert shell.part(keys[:4], 2, 3, parents=above[:4]) == [PutStatus.STORED] * 4
+    assert shell.core.match(b"".join(keys)) == 4 and shell.core.stats().writing == 0
+    assert shell.part(keys[4:], 0, 1, parents=above[4:]) == [PutStatus.STORED] * 2
+    assert shell.core.match(b"".join(keys)) == 6
+
+
+def test_a_whole_block_waits_for_its_parent_and_follows_it_in_the_same_event() -> None:
+    """Goal: I1. Method: a fork whose blocks are completed deepest first; then the root, and each block's generation."""
+    shell = Shell()
+    a, b, c, d = keys = chain(4)
+    above = [ROOT_KEY, a, b, a]
+    assert shell.part(keys, 0, 2, parents=above) == [PutStatus.SEALED] * 4
+    assert shell.part([c, b], 1, 2, parents=[b, a]) == [PutStatus.SEALED] * 2
+    assert shell.part([c], 1, 2, parents=[b]) == [PutStatus.ALREADY] and shell.visible(keys) == [0] * 4
+    reply = shell(events.PutPart(a, ROOT_KEY, 1, 2, 1, *shell.columns(1), deadline_ns=10**18))
+    assert reply.status.tolist() == [PutStatus.STORED] and reply.index == 3
+    assert shell.visible(keys) == [1, 1, 1, 0] and shell.core.stats().writing == 1
+    assert shell.core.lookup(a + b + c)[0]["generation"].tolist() == [1, 2, 3]
+    assert shell(events.Delete(a + b + c)).status.tolist() == [DeleteStatus.ORDER, 0, 0], "d is being written below a"
+    assert shell.part([d], 1, 2, parents=[a]) == [PutStatus.STORED]
+
+
+def test_a_block_is_begun_only_below_a_parent_of_its_own_put() -> None:
+    """Goal: ORDER otherwise. Method: another put_id, a block of one part, a plain put, a parent that nobody began."""
+    shell = Shell()
+    a, b, c = chain(3)
+    assert shell.part([a], 0, 2, put_id=1) == [PutStatus.SEALED]
+    assert shell.part([b], 0, 2, put_id=2, parents=[a]) == [PutStatus.ORDER]
+    assert shell.part([b], 0, 1, put_id=1, parents=[a]) == [PutStatus.ORDER] == shell.put([b], a)
+    assert shell.part([c, b], 0, 2, put_id=1, parents=[b, a]) == [PutStatus.ORDER, PutStatus.SEALED]
+    assert shell.part([c], 0, 2, put_id=1, parents=[c]) == [PutStatus.ORDER]
+
+
+def test_a_parent_that_is_given_up_takes_what_was_begun_below_it_along() -> None:
+    """Goal: no orphan waits. Method: a chain of 2,000, all but the root whole; the root's deadline comes first."""
+    shell = Shell()
+    keys = chain(2000)
+    assert shell.part(keys[:1], 0, 2, last=500) == [PutStatus.SEALED]
+    for rank in range(2):
+        assert shell.part(keys[1:], rank, 2, parents=keys[:-1]) == [PutStatus.SEALED] * 1999
+    shell(events.Tick(), after=499)
+    assert shell.core.stats().writing == 2000 and shell.freed == []
+    shell(events.Tick(), after=1)
+    assert shell.core.stats().writing == 0 and shell.core.stats().blocks == 0
+    assert sorted(shell.freed) == [(0, 100 * i, 100) for i in range(1 + 2 * 1999)]
+    assert shell.part(keys[1:2], 0, 2, parents=keys[:1]) == [PutStatus.ORDER]
+
+
+def test_a_whole_block_that_waits_past_its_own_deadline_is_given_up_alone() -> None:
+    """Goal: each block has its deadline. Method: child and grandchild due before their parent, which then commits."""
+    shell = Shell()
+    a, b, c = chain(3)
+    shell.part([a], 0, 2, last=1000)
+    for rank in range(2):
+        shell.part([b], rank, 2, parents=[a], last=100)
+        shell.part([c], rank, 2, parents=[b], last=1000)
+    shell.now += 100
+    assert shell.part([a], 1, 2) == [PutStatus.STORED]
+    assert shell.visible([a, b, c]) == [1, 0, 0] and shell.core.stats().writing == 0
+    assert sorted(shell.freed) == [(0, 100 * i, 100) for i in range(1, 5)]
+
+
+def test_a_loss_takes_waiting_blocks_along_and_frees_what_is_still_there() -> None:
+    """Goal: Lost and Drop below writing parents. Method: a visible root with a fork of writing blocks below it; first a
+    region with a part of one block and of its child goes, then the root is dropped.
+    """
+    shell = Shell()
+    a, b, c, d, e = chain(5)
+    shell.put([a])  # offset 0
+    shell.part([b], 0, 2, parents=[a], region=1)  # 100
+    shell.part([c], 0, 2, parents=[b])  # 200
+    shell.part([c], 1, 2, parents=[b], region=1)  # 300
+    shell.part([d, e], 0, 2, parents=[a, d])  # 400, 500
+    shell.part([e], 1, 2, parents=[d])  # 600
+    shell(events.Lost([1]))
+    assert shell.core.stats().writing == 2 and shell.freed == [(0, 200, 100)]
+    shell.freed.clear()
+    assert shell(events.Drop(a)).blocks == 1
+    assert shell.core.stats().writing == 0
+    assert sorted(shell.freed) == [(0, 0, 100), (0, 400, 100), (0, 500, 100), (0, 600, 100)]
+
+
+def test_a_waiting_block_that_finds_no_room_or_its_parts_key_taken_is_given_up() -> None:
+    """Goal: nobody is left to repeat it. Method: four whole blocks of two parts, but the root, in a table of 7 slots;
+    then in a big one with the key of the third block's part 1 taken.
+    """
+    shell = Shell(7)
+    keys = chain(4)
+    a, b, c, _ = keys
+    for rank in (0, 1):
+        shell.part(keys[rank:], rank, 2, parents=[ROOT_KEY, a, b, c][rank:])
+    assert shell.part([a], 1, 2) == [PutStatus.STORED]
+    assert shell.visible(keys) == [1, 1, 1, 0] and shell.core.stats().writing == 0 and len(shell.freed) == 2
+    shell = Shell()
+    for rank in (0, 1):
+        shell.part(keys[rank:], rank, 2, parents=[ROOT_KEY, a, b, c][rank:])
+    assert shell.put([part_key(c, 1, 2)]) == [PutStatus.STORED]
+    assert shell.part([a], 1, 2) == [PutStatus.STORED]
+    assert shell.visible(keys) == [1, 1, 0, 0] and shell.core.stats().writing == 0 and len(shell.freed) == 4
 
 
 def test_keys_of_parts_are_nobody_elses() -> None:
@@ -317,6 +417,11 @@ def test_writing_blocks_are_bounded() -> None:
     """
     shell = Shell(limits=Limits(writing=2))
     assert shell.part(chain(3), 0, 2, last=777) == [PutStatus.SEALED, PutStatus.SEALED, PutStatus.BUSY]
+    shell = Shell(limits=Limits(writing=2))
+    a, b, c = chain(3)
+    assert shell.part([a, b, c], 0, 2, parents=[ROOT_KEY, a, b]) == [PutStatus.SEALED, PutStatus.SEALED, PutStatus.BUSY]
+    assert shell.part([b, c], 1, 2, parents=[a, b]) == [PutStatus.SEALED, PutStatus.BUSY], "a waiting block counts"
+    assert shell.part([a, c], 1, 2, parents=[ROOT_KEY, b]) == [PutStatus.STORED, PutStatus.SEALED]
 
 
 def test_losing_a_region_takes_descendants_along_but_frees_only_what_is_still_there() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -48,8 +48,8 @@ class CoreMachine(RuleBasedStateMachine):
             self.offset += length
         return out
 
-    def apply(self, event: Any) -> Any:
-        outcome = self.core.handle(event, self.now)
+    def apply(self, what: Any) -> Any:
+        outcome = self.core.handle(what, self.now)
         freed = sorted(extent for effect in outcome.effects for extent in effect.extents)
         self.freed = freed
         return outcome.reply
@@ -73,8 +73,7 @@ class CoreMachine(RuleBasedStateMachine):
         extents = self.extents(len(which), region)
         keys = b"".join(KEYS[i] for i in which)
         reply = self.apply(events.Put(keys, b"".join(above), *self.columns(extents)))
-        for i in which:
-            self.model.drop_late(KEYS[i], self.now)  # all of them before the first is put, as one event
+        self.model.drop_late(self.now)  # all of them before the first is put, as one event
         expected = [self.model.put(KEYS[i], a, e, self.now) for i, a, e in zip(which, above, extents, strict=True)]
         assert reply.status.tolist() == expected
         self.settle()
@@ -84,8 +83,9 @@ class CoreMachine(RuleBasedStateMachine):
         above = [PARENTS[i] for i in which]
         deadline = self.now + last
         keys = b"".join(KEYS[i] for i in which)
-        event = events.PutPart(keys, b"".join(above), part, parts, put_id, *self.columns(extents), deadline_ns=deadline)
-        reply = self.apply(event)
+        columns = self.columns(extents)
+        reply = self.apply(events.PutPart(keys, b"".join(above), part, parts, put_id, *columns, deadline_ns=deadline))
+        self.model.drop_late(self.now)
         expected = [
             self.model.put_part(KEYS[i], a, part, parts, put_id, e, deadline, self.now)
             for i, a, e in zip(which, above, extents, strict=True)
@@ -157,6 +157,49 @@ class CoreMachine(RuleBasedStateMachine):
             short = keep and at == 7 * chain + length - 1
             for part in reversed(range(int(short), parts)):
                 self.put_part([at], part, parts, 9, region, 1000)
+
+    @rule(
+        data=st.data(),
+        parts=st.sampled_from([2, 2, 3]),
+        put_id=st.integers(3, 4),
+        region=st.integers(0, REGIONS - 1),
+        last=st.sampled_from([60, 1000, 10**8]),
+        then=st.sampled_from(["", "", "late", "lost", "dropped"]),
+    )
+    def ranks_put_a_chain(
+        self, data: st.DataObject, parts: int, put_id: int, region: int, last: int, then: str
+    ) -> None:
+        """Ranks in any order, each with its part of a run of a chain in one call: in order or not, all of it or not;
+        some do not come. What they leave behind is in writing, incomplete or whole below an incomplete parent, and
+        perhaps ends at once by its deadline or with what it stands on.
+        """
+        if data.draw(st.booleans()):
+            self.evict(1500, 1000, None)  # room, so that not each of them ends at NO_SPACE
+        line = [data.draw(st.sampled_from([i for i, key in enumerate(KEYS) if key not in self.model.visible]))]
+        while PARENTS[line[0]] != ROOT_KEY:
+            line.insert(0, KEYS.index(PARENTS[line[0]]))
+        line = [i for i in line if KEYS[i] not in self.model.visible][: data.draw(st.integers(2, 6))]
+        for at, part in enumerate(data.draw(st.permutations(range(parts)))[: data.draw(st.integers(1, parts + 1))]):
+            how = data.draw(st.sampled_from(["forward", "backward", "tail", "head"])) if at else "forward"
+            cut = data.draw(st.integers(0, len(line) - 1)) if how in ("tail", "head") else 0
+            which = {"forward": line, "backward": line[::-1], "tail": line[cut:], "head": line[: cut + 1]}[how]
+            self.put_part(which, part, parts, put_id, region, last)
+        if then == "late":
+            self.tick(1000)
+        elif then == "lost" and any(KEYS[i] in self.model.drafts for i in line):
+            self.lose_region(region)
+        elif then == "dropped" and PARENTS[line[0]] in self.model.visible:
+            self.drop_blocks([KEYS.index(PARENTS[line[0]])], 0)
+
+    @rule(part=st.integers(0, 2), data=st.data(), region=st.integers(0, REGIONS - 1))
+    def seal_more(self, part: int, data: st.DataObject, region: int) -> None:
+        """A part of blocks that are in writing, under their own put_id, in any order: completes some, parents late."""
+        if not self.model.drafts:
+            return
+        one = data.draw(st.sampled_from(list(self.model.drafts.values())))
+        ours = [i for i, key in enumerate(KEYS) if (draft := self.model.drafts.get(key)) and draft.put_id == one.put_id]
+        which = data.draw(st.lists(st.sampled_from(ours), min_size=1, max_size=6))
+        self.put_part(which, min(part, one.parts - 1), one.parts, one.put_id, region, 1000)
 
     @rule(data=st.data())
     def put_next(self, data: st.DataObject) -> None:
@@ -262,7 +305,10 @@ class CoreMachine(RuleBasedStateMachine):
     def drop(self, data: st.DataObject, part: int) -> None:
         """Values found bad, named by the block's key or by one of its parts'."""
         self.losses += 1
-        which, names = self.some_visible(data, 2), []
+        self.drop_blocks(self.some_visible(data, 2), part)
+
+    def drop_blocks(self, which: list[int], part: int) -> None:
+        names = []
         for key in (KEYS[i] for i in which):
             parts = len(self.model.visible[key].extents) if key in self.model.visible else 1
             names.append(part_key(key, min(part, parts - 1), parts))
@@ -276,6 +322,11 @@ class CoreMachine(RuleBasedStateMachine):
         self.apply(events.Tick())
         self.model.tick(self.now)
         self.settle()
+
+    def teardown(self) -> None:
+        for what, times in self.model.seen.items():
+            if times:
+                event(f"of drafts below drafts: {what}")  # see them with --hypothesis-show-statistics
 
     # ---- what must hold after each ----
 

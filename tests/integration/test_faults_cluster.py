@@ -159,17 +159,32 @@ async def test_parts_spread_over_nodes_and_are_visible_together(inner: list[Node
         await other.aclose()
 
 
-@pytest.mark.xfail(strict=True, reason="a part is begun only below a visible parent: a rank's chain ends at ORDER")
 async def test_each_rank_puts_its_part_of_a_chain_in_one_call(inner: list[Node]) -> None:
-    """Goal: tensor-parallel ranks save whole chains. Method: two ranks put part 0 and 1 of six blocks, a call each."""
-    kv = await whole(inner[0].address)
+    """Goal: tensor-parallel ranks save whole chains. Method: two ranks put part 0 and 1 of twelve blocks, a call each,
+    one after the other and at once; parts lie on all three nodes. Match, then get each rank's part.
+    """
+    ranks = [await whole(inner[0].address), await whole(inner[1].address)]
     try:
-        k = keys(6)
-        for part in range(2):
-            assert (await kv.put_many(k, blocks(6, 1000, part), "chain", part=Part(part, 2, 1), deadline_s=2)).ok
-        assert (await kv.match(k)).blocks == 6
+        for put_id in (1, 2):
+            k, arrays = keys(12), [blocks(12, 1000, 2 * put_id + rank) for rank in range(2)]
+            holders = {node for key in k for node in part_nodes(key, 2, Members(NAMES))}  # type: ignore[arg-type]
+            assert holders == set(NAMES)
+            calls = [
+                kv.put_many(k, arrays[rank], "chain", part=Part(rank, 2, put_id), deadline_s=5)
+                for rank, kv in enumerate(ranks)
+            ]
+            puts = [await call for call in calls] if put_id == 1 else await asyncio.gather(*calls)
+            assert all(put.ok for put in puts), [put.status for put in puts]
+            if put_id == 1:
+                assert [put.stored for put in puts] == [0, 12]
+            assert (await ranks[0].match(k)).blocks == 12
+            for rank, kv in enumerate(ranks):
+                into = np.zeros_like(arrays[rank])
+                assert (await kv.get_many(k, into, part=Part(rank, 2))).hits == 12 and (into == arrays[rank]).all()
+        assert await is_total(ranks[0], "writing", 0)
     finally:
-        await kv.aclose()
+        for kv in ranks:
+            await kv.aclose()
 
 
 async def test_parts_of_two_puts_never_mix(inner: list[Node]) -> None:

@@ -54,13 +54,17 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """One PutStatus a key, in the order of the call."""
+    """One PutStatus a key, in the order of the call.
+
+    With `part`, SEALED: this part is in. The block becomes visible when all its parts and those of the blocks before
+    it in the chain are in, at the latest at the deadline of the put that began it; else it is dropped, as a whole.
+    """
 
     status: U8
 
     @property
     def stored(self) -> int:
-        """Blocks that this call made visible."""
+        """Blocks that this call made visible, without SEALED ones that only waited for one of them."""
         return int(np.count_nonzero(self.status == PutStatus.STORED))
 
     @property

@@ -95,23 +95,30 @@ async def put_blocks(router: Router, keys: KeyRows, parents: KeyRows, pieces: Pi
 async def put_parts(
     router: Router, keys: KeyRows, parents: KeyRows, pieces: Pieces, part: Part, deadline_ns: int
 ) -> U8:
-    """Store one part of each of n blocks on the nodes that placement gives; visible when all parts of a block are
-    in.
+    """Store one part of each of n blocks on the nodes that placement gives; visible when all parts of a block are in,
+    and those of its parent.
+
+    A block is sent with its parent or after it, so one whose part goes to another node than its parent's waits for the
+    parent's message to be answered.
     """
     status = np.full(len(keys), PutStatus.UNAVAILABLE, np.uint8)
     homes = await _homes(router, keys, parents, deadline_ns)
     if router.members is None:
         return status
     holders = part_indices(keys, part.count, router.members)[:, part.index]
-    groups: dict[tuple[NodeLink, NodeLink], list[int]] = {}
-    for i, home in enumerate(homes):
+    groups: dict[tuple[int, NodeLink, NodeLink], list[int]] = {}
+    sent: dict[bytes, tuple[int, NodeLink, NodeLink]] = {}
+    for i, (home, key, parent) in enumerate(zip(homes, _rows(keys), _rows(parents), strict=True)):
         if home is None or not home.is_alive:
             continue
         holder = router.links.get(router.members.nodes[holders[i]], home)
         if not (isinstance(holder.path, MappedPath) and isinstance(home.path, MappedPath)):
             holder = home  # a reader by message finds at the home what is there
-        groups.setdefault((home, holder), []).append(i)
-    for (home, holder), mine in groups.items():
+        before = sent.get(parent)
+        turn = 0 if before is None else before[0] + (before[1:] != (home, holder))
+        sent[key] = turn, home, holder
+        groups.setdefault(sent[key], []).append(i)
+    for (_, home, holder), mine in sorted(groups.items(), key=lambda group: group[0][0]):
         index = np.array(mine, np.intp)
         try:
             status[index] = await _put_group(

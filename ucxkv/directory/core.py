@@ -3,8 +3,9 @@
 Synchronous and sans-IO: `handle(event, now_ns)` is the only way to change it; the reply and the effects come back.
 Time is an argument, the slot table is memory handed in by the shell. Between two calls, always (`check()` asserts it):
 
-  I1 prefix closed   a visible block is a root or its parent is visible. Blocks go deepest first, a parent comes first,
-                     and each single store into the slot table keeps it so for readers that look on meanwhile.
+  I1 prefix closed   a visible block is a root or its parent is visible. Blocks go deepest first, a parent comes first
+                     (a whole block waits for a parent that is still being written), and each single store into the
+                     slot table keeps it so for readers that look on meanwhile.
   I2 whole           a visible block has all its parts in the table, sealed with their sums, under one generation.
   I5 no torn read    an extent is named for freeing once only, after its block was hidden, every lease on it ended and
                      the grace passed. No extent belongs to two of: visible, being written, leaving.

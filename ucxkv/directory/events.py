@@ -126,7 +126,12 @@ class Put(Event[PutReply]):
 class PutPart(Event[PutReply]):
     """Seal part `part` of `parts` of n blocks; a block becomes visible with its last missing part, under one put_id.
 
-    deadline_ns: when the writing of a block begun here is given up; sealed extents are freed then.
+    A parent (all zero: root) is visible or, where parts > 1, being written under the same put_id; it may come earlier
+    in the call. A block whose last part comes before its parent is visible is SEALED, not STORED: it becomes visible
+    in the event in which its parent does, which answers STORED for the parent only. If it finds no room then, it is
+    given up.
+    deadline_ns: when the writing of a block begun here is given up, and with it all begun below it; sealed extents are
+    freed then.
     """
 
     keys: Buffer

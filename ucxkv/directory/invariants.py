@@ -66,7 +66,7 @@ def _check_holds(directory: Directory, visible: set[int], blocks: set[int]) -> N
         above = directory.parent[slot]
         assert above == NONE or above in blocks, "I1: a visible block whose parent is not"
         holds[above] += 1
-    for block in directory.parts.writing:
+    for block in directory.parts.writing:  # below another writing block: parent_slot is -1, and nothing held
         assert block.parent_slot == -1 or block.parent_slot in blocks, "I1: a writing block whose parent is not visible"
         assert int(directory.table.find(block.key)[0]) < 0, "a writing block is visible"
         holds[block.parent_slot] += 1

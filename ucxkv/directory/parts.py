@@ -4,10 +4,16 @@ them.
 Part 0 is published under the block's key, part p >= 1 under `part_key(key, p, parts)`, all under one generation: the
 derived slots first and the block's own last, so a reader that finds the block finds all of it. A block that goes is
 hidden first.
+
+A block may begin below a parent that is still being written under the same put_id, so that a rank sends its parts of a
+whole chain in one call. When all its parts are sealed before its parent is visible it waits, and is published in the
+cascade right after its parent's commit, in the same event: every single store into the slot table keeps I1 and I2.
+A block that is given up (deadline, loss, no room in the table) takes everything begun below it along.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,6 +48,7 @@ class PartWriter:
             raise ValueError(f"columns that do not belong to {n} keys")
         status = np.zeros(n, np.uint8)
         slots, above = directory.table.find(event.keys).tolist(), directory.table.find(event.parents).tolist()
+        self.reap(now_ns)
         before, retry_ns = directory.generation, 0
         for i, key in enumerate(keys):
             if directory.generation != before:  # a block of this call became visible
@@ -54,40 +61,42 @@ class PartWriter:
         return PutReply(status, directory.generation, retry_ns)
 
     def busy_marks(self, keys: Buffer, now_ns: int) -> tuple[U8, int]:
-        """BUSY where a key is being written part by part, and for how long; gives up late ones on the way."""
+        """BUSY where a key is being written part by part, and for how long; gives up late ones first."""
+        self.reap(now_ns)
         marks, retry_ns = np.zeros(count_keys(keys), np.uint8), 0
         for i, key in enumerate(_split(keys)):
-            block = self._current(key, now_ns)
+            block = self.writing.get(key)
             if block is not None:
                 marks[i] = PutStatus.BUSY
                 retry_ns = max(retry_ns, block.deadline_ns - now_ns)
         return marks, retry_ns
 
     def reap(self, now_ns: int) -> None:
-        """Give up what is past its deadline."""
+        """Give up what is past its deadline, and what was begun below it."""
         for block in self.writing.late(now_ns):
-            self._give_up(block, now_ns)
+            if self.writing.get(block.key) is block:
+                self._give_up(block, now_ns)
 
     def lost(self, gone: set[int], regions: set[int], now_ns: int) -> None:
-        """Give up blocks below slots that are gone, or with a part in regions that are."""
+        """Give up blocks below slots that are gone, or with a part in regions that are, and what was begun below."""
         for block in self.writing:
+            if self.writing.get(block.key) is not block:
+                continue  # given up with one above it
             if block.parent_slot in gone or any(region in regions for region, _, _ in block.extents()):
                 if block.parent_slot in gone:
                     block.parent_slot = -1
                 self._give_up(block, now_ns, regions)
 
-    def _current(self, key: bytes, now_ns: int) -> Writing | None:
-        block = self.writing.get(key)
-        if block is not None and block.deadline_ns <= now_ns:
-            self._give_up(block, now_ns)
-            return None
-        return block
-
     def _give_up(self, block: Writing, now_ns: int, lost: set[int] | None = None) -> None:
-        self.writing.end(block)
+        """Forget a block and all that was begun below it; their extents leave, but those in lost regions."""
         if block.parent_slot >= 0:
             self._directory.unhold(block.parent_slot)
-        extents = [extent for extent in block.extents() if not lost or extent[0] not in lost]
+        below, extents = [block], []
+        while below:
+            block = below.pop()
+            below += block.children.values()
+            self.writing.end(block)
+            extents += [extent for extent in block.extents() if not lost or extent[0] not in lost]
         if extents:
             self._directory.leaving.add(extents, now_ns)
 
@@ -100,22 +109,23 @@ class PartWriter:
             return PutStatus.REFUSED, 0
         if slot >= 0:
             return PutStatus.ALREADY, 0
-        block = self._current(key, now_ns)
+        block = self.writing.get(key)
         if block is None:
-            if parent != ROOT_KEY and (above < 0 or is_derived(above)):
+            parent_block = self._writing_parent(event, parent) if above < 0 else None
+            if parent != ROOT_KEY and parent_block is None and (above < 0 or is_derived(above)):
                 return PutStatus.ORDER, 0
             if self.writing.is_full:
                 return PutStatus.BUSY, max(0, (self.writing.next_ns() or now_ns) - now_ns)
             parent_slot = -1 if parent == ROOT_KEY else above
             block = Writing(
-                key, parent_slot, event.parts, event.put_id, event.deadline_ns, event.tier, event.flag
+                key, parent_slot, event.parts, event.put_id, event.deadline_ns, event.tier, event.flag, parent_block
             )  # fmt: skip
         elif block.put_id != event.put_id or block.parts != event.parts:
             return PutStatus.BUSY, block.deadline_ns - now_ns
         elif event.part in block.sealed:
             return PutStatus.ALREADY, 0
         is_begun = bool(block.sealed)
-        if len(block.sealed) + 1 == block.parts:
+        if len(block.sealed) + 1 == block.parts and block.parent is None:
             return self._commit(block, event.part, extent, total, is_begun, now_ns), 0
         if not is_begun:
             self.writing.begin(block)
@@ -124,33 +134,69 @@ class PartWriter:
         block.sealed[event.part] = (extent, total)
         return PutStatus.SEALED, 0
 
+    def _writing_parent(self, event: PutPart, parent: bytes) -> Writing | None:
+        """The parent, where it is being written and a block may be begun below it: by parts, under the same put_id."""
+        block = self.writing.get(parent) if event.parts > 1 else None
+        return block if block is not None and block.put_id == event.put_id else None
+
     def _commit(self, block: Writing, part: int, extent: Extent, total: int, is_begun: bool, now_ns: int) -> PutStatus:
-        """Publish a block whose last part this is, or leave it as it was."""
+        """Publish a block whose last part this is, then what waited for it; or leave the block as it was."""
+        block.sealed[part] = (extent, total)
+        status, slot = self._publish(block, now_ns)
+        if status is not PutStatus.STORED:
+            del block.sealed[part]  # it stays the caller's
+            if is_begun and status is PutStatus.REFUSED:
+                self._give_up(block, now_ns)
+            return status
+        if is_begun:
+            self.writing.end(block)
+            self._cascade(block, slot, now_ns)
+        elif block.parent_slot >= 0:
+            self._directory.hold(block.parent_slot)
+        return status
+
+    def _cascade(self, block: Writing, slot: int, now_ns: int) -> None:
+        """After a block became visible at `slot`: what was begun below it holds it, and whole blocks follow, parents
+        first. One that finds no room, or the key of one of its parts taken, is given up: its writers are done.
+        """
+        shown = deque([(block, slot)])
+        while shown:
+            block, slot = shown.popleft()
+            children, block.children = block.children, {}
+            for child in children.values():
+                child.parent, child.parent_slot = None, slot
+                self._directory.hold(slot)
+                if not child.is_whole:
+                    continue
+                status, child_slot = self._publish(child, now_ns)
+                if status is PutStatus.STORED:
+                    self.writing.end(child)
+                    shown.append((child, child_slot))
+                else:
+                    self._give_up(child, now_ns)
+
+    def _publish(self, block: Writing, now_ns: int) -> tuple[PutStatus, int]:
+        """Make a whole block visible whose parent is: STORED and its slot; or REFUSED or NO_SPACE, nothing changed.
+
+        The hold on the parent is the caller's, as is the writing table.
+        """
         directory, table = self._directory, self._directory.table
         derived = derived_keys(block.key, block.parts)
         taken = max(table.find(b"".join(derived)).tolist(), default=-1) >= 0
         if taken or any(self.writing.get(one) for one in derived):
-            if is_begun:
-                self._give_up(block, now_ns)
-            return PutStatus.REFUSED
+            return PutStatus.REFUSED, -1
         if table.capacity - table.used < block.parts:
-            return PutStatus.NO_SPACE
-        block.sealed[part] = (extent, total)
+            return PutStatus.NO_SPACE, -1
         slots = table.publish(block.records(directory.generation + 1)).tolist()
         if min(slots) < 0:  # an index line's neighbourhood is full
             table.hide(np.array([slot for slot in reversed(slots) if slot >= 0], np.int32))
-            del block.sealed[part]
-            return PutStatus.NO_SPACE
-        if is_begun:
-            self.writing.end(block)
-        elif block.parent_slot >= 0:
-            directory.hold(block.parent_slot)
+            return PutStatus.NO_SPACE, -1
         directory.generation += 1
         slot = slots[-1]
         directory.arrived(slot, block.parent_slot, sum(length for _, _, length in block.extents()), now_ns)
         for other in slots[:-1]:
             directory.parent[other], directory.holds[other] = slot, 0
-        return PutStatus.STORED
+        return PutStatus.STORED, slot
 
 
 def _split(keys: Buffer) -> list[bytes]:

@@ -91,10 +91,10 @@ class PutStatus(enum.IntEnum):
 
     STORED = 0
     ALREADY = 1  # visible before; the first writer wins
-    ORDER = 2  # the parent is not visible
+    ORDER = 2  # the parent is not visible, nor (for one of several parts) being written by the same put
     BUSY = 3  # another put of this key is in progress
     NO_SPACE = 4  # the slot table is full
-    SEALED = 5  # this part is in, others are missing
+    SEALED = 5  # this part is in; others are missing, or the parent is not visible yet
     REFUSED = 6  # the key is reserved: all zero, or that of another block's part
     UNAVAILABLE = 7  # the client's word: its node is gone or did not answer in time; the put may still have happened
 

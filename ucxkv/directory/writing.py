@@ -1,8 +1,9 @@
 """Multi-part blocks that are being written: begun, some parts sealed, not visible.
 
-Invariants: a block in here is not in the slot table; its parts all belong to one put_id (two puts never mix); its
-parent, if it has one, was visible at Begin and is held since, so it is visible still. Bounded in number; each has a
-deadline.
+Invariants: a block in here is not in the slot table; its parts all belong to one put_id (two puts never mix). Its
+parent, if it has one, is visible and held since it was known to be, or is in here too, under the same put_id: the
+blocks in here are a forest. A block whose parts are all sealed is in here only while its parent is. Bounded in number;
+each has a deadline.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ _SLOT = struct.Struct("<16sQIBBHQIB3sQII")
 assert _SLOT.size == SLOT_BYTES
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Writing:
-    """One block: `sealed` maps a part to its (extent, sum). parent_slot: -1 for a root."""
+    """One block: `sealed` maps a part to its (extent, sum). parent_slot: -1 for a root, or while `parent` is set.
+
+    parent: the parent while it is being written itself; it has this block among its `children`, by key, from Begin on.
+    """
 
     key: bytes
     parent_slot: int
@@ -31,6 +35,8 @@ class Writing:
     deadline_ns: int
     tier: int
     flag: int
+    parent: Writing | None = None
+    children: dict[bytes, Writing] = field(default_factory=dict)
     sealed: dict[int, tuple[Extent, int]] = field(default_factory=dict)
 
     @property
@@ -81,24 +87,29 @@ class WritingTable:
         """Take in a new block."""
         assert block.key not in self._blocks and not self.is_full
         self._blocks[block.key] = block
+        if block.parent is not None:
+            block.parent.children[block.key] = block
         heapq.heappush(self._deadlines, (block.deadline_ns, block.key, block.put_id))
 
     def end(self, block: Writing) -> None:
-        """Take a block out: committed, or given up."""
+        """Take a block out: committed, or given up. Its children are the caller's to look after."""
         del self._blocks[block.key]
+        if block.parent is not None:
+            del block.parent.children[block.key]
+            block.parent = None
         if len(self._deadlines) > 2 * len(self._blocks) + 64:
             self._deadlines = [(one.deadline_ns, one.key, one.put_id) for one in self._blocks.values()]
             heapq.heapify(self._deadlines)
 
     def late(self, now_ns: int) -> list[Writing]:
         """The blocks whose deadline has passed; still in here."""
-        out: list[Writing] = []
+        out: dict[bytes, Writing] = {}
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             deadline, key, _ = heapq.heappop(self._deadlines)
             block = self._blocks.get(key)
-            if block is not None and block.deadline_ns == deadline and block not in out:
-                out.append(block)
-        return out
+            if block is not None and block.deadline_ns == deadline:
+                out[key] = block
+        return list(out.values())
 
     def next_ns(self) -> int | None:
         """The next deadline."""
@@ -108,6 +119,15 @@ class WritingTable:
         """Assert the invariants that need no table."""
         assert len(self._blocks) <= self.limit
         for key, block in self._blocks.items():
-            assert block.key == key and 0 < len(block.sealed) < block.parts
+            assert block.key == key and 0 < len(block.sealed) < block.parts + (block.parent is not None)
             assert all(0 <= part < block.parts for part in block.sealed)
             assert any(d == block.deadline_ns and k == key for d, k, _ in self._deadlines), "a writing without deadline"
+        seen, below = 0, [block for block in self._blocks.values() if block.parent is None]
+        while below:
+            block = below.pop()
+            seen += 1
+            for key, child in block.children.items():
+                assert self._blocks.get(key) is child and child.parent is block, "a child that is not being written"
+                assert child.put_id == block.put_id and child.parent_slot == -1, "a child of another put"
+                below.append(child)
+        assert seen == len(self._blocks), "a writing that hangs on nothing"
