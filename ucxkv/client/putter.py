@@ -289,15 +289,22 @@ class Putter:
         except TimeoutError:
             return self.grants.take(length, count)
         try:
+            is_full = False
             while (held := self.grants.count(length)) < count:
                 missing = min(batch - held, 4 * _CHUNK_KEYS_MAX)
-                answer = await self._link.ask(m.Grant(length=length, count=missing), deadline_ns)
+                try:
+                    answer = await self._link.ask(m.Grant(length=length, count=missing), deadline_ns)
+                except errors.DeadlineExceeded:
+                    if not is_full:
+                        raise
+                    break  # it answered before, and was full
                 if not isinstance(answer, m.Granted):
                     raise errors.Unavailable("the node's answer to a grant does not fit it", node=self._name)
                 self.grants.learn(length, answer.capacity)
                 self.grants.add(answer.capacity, answer.regions, answer.offsets)
                 if self.grants.count(length):
                     break
+                is_full = True
                 self.return_grants()  # of other sizes: they may be what is missing
                 pause = min(_RETRY_MAX_S, max(_RETRY_MIN_S, answer.retry_after_ms / 1e3))
                 if not answer.retry_after_ms or time.monotonic_ns() + int(pause * 1e9) >= deadline_ns:
