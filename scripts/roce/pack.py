@@ -124,7 +124,7 @@ def main() -> None:
     image, modules = read_package(package)
     order = in_order(modules, wanted)
     archive = Archive()
-    for directory in ("bin", "proc", "sys", "dev", "m", "lower", "rw", "root"):
+    for directory in ("bin", "proc", "sys", "dev", "m", "lower", "rw", "merged"):
         archive.add(directory, 0o40755)
     archive.add("dev/console", 0o20600, device=(5, 1))
     archive.add("bin/busybox", 0o100755, Path("/bin/busybox").read_bytes())

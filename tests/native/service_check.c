@@ -271,7 +271,10 @@ static void lookup_round(side *c) {
     CHECK(code >= 0);
     if (code == 1) progress_until(c->worker, c->fetcher, is_recorded, id);
     kv_fetch_take(c->fetcher, id, NULL, NULL, NULL, found, &receives);
-    for (uint32_t i = 0; i < n; i++) CHECK(found[i].status == (i % (BLOCKS + 3) < BLOCKS ? KV_HIT : KV_MISS) && !found[i].addr);
+    for (uint32_t i = 0; i < n; i++) {
+        CHECK(found[i].status == (i % (BLOCKS + 3) < BLOCKS ? KV_HIT : KV_MISS));
+        CHECK((found[i].addr == UINT64_MAX) == (found[i].status == KV_MISS)); /* the place within the region */
+    }
 }
 
 static void garbage_round(side *c) {

@@ -63,6 +63,7 @@ class NodeProcess:
             if select.select([descriptor], [], [], min(left_s, 0.5))[0]:
                 piece = os.read(descriptor, 4096)
                 if not piece:
+                    self._wait_end(deadline_s)  # it ended, or is about to: its own exit code is the better word
                     break
                 self._line += piece
         else:
@@ -73,6 +74,10 @@ class NodeProcess:
         why = "did not get ready in time" if self.is_alive else f"ended with exit code {self.process.returncode}"
         stop_nodes([self], wait_s=2.0)
         raise SetupError(f"node {self.name} {why}", found=self.log_tail() or "no output")
+
+    def _wait_end(self, deadline_s: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(max(0.1, min(5.0, deadline_s - time.monotonic())))
 
     def log_tail(self, limit_bytes: int = 2000) -> str:
         """The end of what the node wrote to stderr; empty when its log is not kept here."""
