@@ -37,12 +37,12 @@ class Taken:
     @property
     def regions(self) -> U16:
         """u16[n]."""
-        return np.array([place >> _OFFSET_BITS for place in self.places], np.uint16)
+        return (np.array(self.places, np.uint64) >> np.uint64(_OFFSET_BITS)).astype(np.uint16)
 
     @property
     def offsets(self) -> U64:
         """u64[n]."""
-        return np.array([place & _OFFSET_MASK for place in self.places], np.uint64)
+        return np.array(self.places, np.uint64) & np.uint64(_OFFSET_MASK)
 
 
 class GrantCache:

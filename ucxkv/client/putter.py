@@ -37,6 +37,8 @@ _CHUNK_BYTES_MIN = 1 << 20
 _CHUNK_BYTES_MAX = 8 << 20
 _CHUNKS_A_BATCH = 8
 _CHUNK_KEYS_MAX = 1024
+_AHEAD_MAX = 32
+_AHEAD_BYTES = 4 << 20
 _GRANT_IDLE_S = 10.0
 _RETRY_MIN_S = 0.001
 _RETRY_MAX_S = 0.05
@@ -94,6 +96,8 @@ class Putter:
         if place is None:
             return None
         self._note_put()
+        held, ahead = self.grants.count(nbytes), _ahead(nbytes)
+        wanted = 0 if 2 * held > ahead else ahead - held  # a stock for many puts, so that few of them have to ask
         path: MappedPath = self._path  # type: ignore[assignment]
         region, offset = place
         total = path.write_one(address, nbytes, region, offset)
@@ -104,7 +108,8 @@ class Putter:
             offsets=offset.to_bytes(8, "little"),
             lengths=nbytes.to_bytes(4, "little"),
             sums=total.to_bytes(8, "little"),
-            refill_length=nbytes,
+            refill_length=nbytes if wanted else 0,
+            refill_count=wanted,
         )
         try:
             future = self._start(message, deadline_ns)
@@ -333,6 +338,11 @@ class Putter:
                 self._link.tell(m.Return(regions=regions, offsets=offsets))
             except errors.UcxKvError:
                 return
+
+
+def _ahead(length: int) -> int:
+    """Extents for values of `length` bytes to hold for single puts."""
+    return max(1, min(_AHEAD_MAX, _AHEAD_BYTES // max(1, length)))
 
 
 def _chunk_bytes(total: int) -> int:

@@ -34,6 +34,9 @@ __all__ = [
 _STORED_OR_ALREADY = (PutStatus.STORED, PutStatus.ALREADY, PutStatus.SEALED)
 
 
+_IS_IN = frozenset(int(status) for status in _STORED_OR_ALREADY)
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """Which part of a block a call moves: `index` of `count`, as a tensor-parallel rank does.
@@ -70,7 +73,9 @@ class PutResult:
     @property
     def ok(self) -> bool:
         """True when every block is in the store now (or its part is), whoever wrote it."""
-        return bool(np.isin(self.status, _STORED_OR_ALREADY).all())
+        if not self.status.any():  # STORED is 0
+            return True
+        return set(self.status.tolist()) <= _IS_IN
 
     def raise_for_status(self) -> PutResult:
         """Return self when `ok`; else raise UsageError (ORDER), Overloaded (BUSY, NO_SPACE) or Unavailable for the

@@ -191,7 +191,8 @@ class HostStore:
             self.slabs.free([offset for offset, st in zip(offsets, status, strict=True) if st])
         refill: tuple[int, list[int]] = (0, [])
         if request.refill_length:
-            refill = self._refill(session, request.refill_length, len(offsets), now_ns)
+            count = min(request.refill_count or len(offsets), _GRANT_KEYS_MAX)
+            refill = self._refill(session, request.refill_length, count, now_ns)
         return m.PutDone(
             status=status,
             shard=0,

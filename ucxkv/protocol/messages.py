@@ -141,7 +141,8 @@ class Put(Message, frozen=True):
     """Commit n single-part blocks whose bytes lie in extents granted to this connection.
 
     The message uses its extents up, whatever becomes of each block: the sender writes them no more.
-    refill_length: ask for as many new extents of this size as were used, in the answer.
+    refill_length: ask for new extents of this size, in the answer; 0 for none. refill_count: how many, 0 for as many as
+    were used.
     """
 
     CODE: ClassVar[int] = 12
@@ -152,6 +153,7 @@ class Put(Message, frozen=True):
     lengths: bytes
     sums: bytes
     refill_length: UInt = 0
+    refill_count: UInt = 0
 
 
 class PutPart(Message, frozen=True):
