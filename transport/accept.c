@@ -8,10 +8,17 @@
  */
 #include "service.h"
 
+/* One client, one awaited session: the newest. An older one was given up by its client, and must not get its endpoint. */
+void kv_accept_only(kv_service *s, const kv_session *newest) {
+    for (uint32_t b = 0; b < KV_BUCKETS; b++)
+        for (kv_session *session = s->sessions[b]; session != NULL; session = session->next)
+            if (session != newest && session->client_id == newest->client_id) session->client_id = 0;
+}
+
 static kv_session *kv_awaited(kv_service *s, uint64_t client_id) {
     for (uint32_t b = 0; b < KV_BUCKETS; b++)
         for (kv_session *session = s->sessions[b]; session != NULL; session = session->next)
-            if (session->ep == NULL && session->client_id == client_id) return session;
+            if (session->ep == NULL && client_id != 0 && session->client_id == client_id) return session;
     return NULL;
 }
 

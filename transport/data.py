@@ -141,8 +141,10 @@ class DataClient:
         self._fetcher = _Fetcher.of(worker)
         self._dirty: dict[tuple[int, int], int] = {}
         self.error: TransportError | None = None
+        self.on_lost: Callable[[TransportError], None] | None = None
+        """Called once, with what UCX says, when the endpoint fails; not after `lost` or `aclose`."""
         self._waiters = 0
-        endpoint.on_error = lambda e: self.lost(e.error)
+        endpoint.on_error = lambda e: self._failed(e.error)
 
     @property
     def is_open(self) -> bool:
@@ -359,7 +361,7 @@ class DataClient:
             await self._abandon(flying, outs, keep, let_go)
         except PeerLost as exc:
             await self._abandon(flying, outs, keep, let_go)
-            self.lost(exc)
+            self._failed(exc)
         except BaseException:
             await self._abandon(flying, outs, keep, let_go)
             raise
@@ -424,6 +426,13 @@ class DataClient:
             worker.abort(PeerLost("a receive could not be ended; the worker was destroyed to protect its memory"))
 
     # ---- the end
+
+    def _failed(self, reason: TransportError | None) -> None:
+        """UCX's news of the endpoint's end."""
+        was_open = self.is_open
+        self.lost(reason)
+        if was_open and self.on_lost is not None and self.error is not None:
+            self.on_lost(self.error)
 
     def lost(self, reason: TransportError | None = None) -> None:
         """The node is gone (the control connection's news, or UCX's): every key without an answer is UNAVAILABLE

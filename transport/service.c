@@ -88,6 +88,7 @@ static int32_t kv_session_open(kv_service *s, const kv_command *c) {
     *bucket = session;
     s->sessions_count++;
     kv_count(&s->counters.sessions, 1);
+    if (c->kind == KV_AWAIT_SESSION) kv_accept_only(s, session);
     return 0;
 }
 

@@ -149,6 +149,7 @@ void kv_serve_waiting(kv_service *s);
 /* accept.c */
 int32_t kv_accept_start(kv_service *s, const char *host, uint16_t port);
 void kv_accept_stop(kv_service *s);
+void kv_accept_only(kv_service *s, const kv_session *newest);
 /* service.c */
 ucs_status_t kv_session_connect(kv_session *session, ucp_ep_params_t *params, ucp_ep_h *out);
 kv_session *kv_session_find(kv_service *s, uint64_t token);

@@ -82,6 +82,42 @@ async def test_an_id_that_nobody_announced_is_turned_away() -> None:
         memory.close()
 
 
+async def test_the_newest_session_that_a_client_announced_gets_its_endpoint() -> None:
+    """Method: announce two sessions for one client, connect once: the newer one is answered, the older one's end, which
+    closes its endpoint by force, leaves it alone.
+    """
+    with Context() as served, Context(is_shared=False) as context:
+        service = DataService(served, *_nothing())
+        worker = Worker(context)
+        port = await service.listen("127.0.0.1")
+        for token in (1, 2):
+            await service.await_session(token, worker.client_id, is_peer_mode=True, is_eager_only=True)
+        client = DataClient(worker, Endpoint.connect_socket(worker, "127.0.0.1", port), 2)
+        assert (await client.lookup(bytes(range(1, 17))))["status"].tolist() == [1]
+        assert await service.close_session(1)
+        for _ in range(20):
+            assert (await client.lookup(bytes(range(1, 17))))["status"].tolist() == [1]
+        await client.aclose()
+        await worker.aclose()
+        service.close()
+
+
+@pytest.mark.usefixtures("rdma_everywhere")
+async def test_a_lost_data_path_is_made_anew() -> None:
+    """Method: the node ends the data session alone, the control connection stays; the client notices, and works again."""
+    async with Node(NodeConfig(listen="127.0.0.1:0", host_bytes=32 << 20)) as node:
+        async with ucxkv.connect(node.address, path="network") as kv:
+            key = os.urandom(16)
+            assert await kv.put(key, b"value") is ucxkv.PutStatus.STORED
+            (session,) = [s for s in node.sessions if node.service.serves(s)]
+            assert await node.service._data.close_session(session)  # type: ignore[union-attr]
+
+            async def is_back() -> bool:
+                return await kv.get(key) == b"value"
+
+            await wait_until(is_back, "the data path is back", 30)
+
+
 async def test_a_session_that_was_announced_and_never_connected_closes_clean() -> None:
     """Method: announce 100, close half of them by name and the rest with the service; the counter is back to zero."""
     with Context() as served:

@@ -42,6 +42,8 @@ class MessageEngine:
         self._library = library or None
         self._workers: dict[bool, Worker] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._connecting: dict[int, asyncio.Lock] = {}
+        """By node: a node tells our connect requests apart by our worker alone, so there is one at a time."""
 
     def _worker(self, is_same_host: bool) -> Worker:
         worker = self._workers.get(is_same_host)
@@ -68,19 +70,12 @@ class MessageEngine:
         is_same_host = is_local and welcome.host == host_identity()
         try:
             worker = self._worker(is_same_host)
-            by_socket = not is_same_host and welcome.data_port != 0 and worker.context.has_rdma
-            request = m.OpenData(
-                address=worker.address,
-                is_peer_mode=not is_same_host,
-                is_eager_only=not is_same_host,
-                client_id=worker.client_id if by_socket else 0,
-            )
-            opened = await ask(connection, request, deadline_ns, welcome.name)
-            if not isinstance(opened, m.DataOpened):
-                raise errors.Unavailable("the node's answer to OpenData does not fit it", node=welcome.name)
-            if by_socket:
-                endpoint = await _connect_by_socket(worker, connection, welcome.data_port, deadline_ns)
+            if not is_same_host and welcome.data_port and worker.context.has_rdma:
+                async with self._connecting.setdefault(welcome.node_id, asyncio.Lock()):
+                    opened = await _open_data(welcome, connection, worker, deadline_ns, by_socket=True)
+                    endpoint = await _connect_by_socket(worker, connection, welcome.data_port, deadline_ns)
             else:
+                opened = await _open_data(welcome, connection, worker, deadline_ns, is_same_host=is_same_host)
                 endpoint = Endpoint.connect(worker, welcome.data_address, is_peer_mode=not is_same_host)
         except TransportError as exc:
             raise mapped_error(exc, welcome.name) from exc
@@ -93,6 +88,7 @@ class MessageEngine:
         )
         path = self._path(client, endpoint, opened, is_same_host=is_same_host, wants_rma=wants_rma)
         connection.on_closed(lambda _: client.lost())
+        client.on_lost = connection.abort  # the link ends with its data path, and is made anew
         return path
 
     def _path(
@@ -127,6 +123,28 @@ class MessageEngine:
         for worker in workers:
             await worker.aclose()
             worker.context.close()
+
+
+async def _open_data(
+    welcome: m.Welcome,
+    connection: ControlConnection,
+    worker: Worker,
+    deadline_ns: int,
+    *,
+    is_same_host: bool = False,
+    by_socket: bool = False,
+) -> m.DataOpened:
+    """Ask the node to let this connection's session in, by our worker's address or by the id that it connects with."""
+    request = m.OpenData(
+        address=worker.address,
+        is_peer_mode=not is_same_host,
+        is_eager_only=not is_same_host,
+        client_id=worker.client_id if by_socket else 0,
+    )
+    opened = await ask(connection, request, deadline_ns, welcome.name)
+    if not isinstance(opened, m.DataOpened):
+        raise errors.Unavailable("the node's answer to OpenData does not fit it", node=welcome.name)
+    return opened
 
 
 async def _connect_by_socket(worker: Worker, connection: ControlConnection, port: int, deadline_ns: int) -> Endpoint:

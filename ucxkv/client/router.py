@@ -55,6 +55,7 @@ class Router:
         self._members: Members | None = None
         self._homes: dict[bytes, str] = {}
         self._is_open = True
+        self._is_opening = False
         self.sole: NodeLink | None = None
         """The only node there is, when there is one: spares all routing."""
         self.fast: tuple[NodeLink, MappedPath] | None = None
@@ -65,6 +66,7 @@ class Router:
     async def open(self, options: LinkOptions, deadline_ns: int) -> None:
         """Connect to all nodes that can be reached. Raises the first error when there is none."""
         self._options = options
+        self._is_opening = True
         outcomes = await asyncio.gather(*(self._dial(a, deadline_ns) for a in self._seeds), return_exceptions=True)
         failures = [o for o in outcomes if isinstance(o, BaseException)]
         for failure in failures:
@@ -73,6 +75,7 @@ class Router:
             log.warning("node.unreachable why=%s", failure)
         others = [member for name, member in self._known.items() if name not in self.links]
         await asyncio.gather(*(self._dial(member.address, deadline_ns) for member in others), return_exceptions=True)
+        self._is_opening = False
         self._changed()
         for name in self._known:
             if name not in self.links:
@@ -140,7 +143,7 @@ class Router:
         sole = next(iter(self.links.values())) if len(self.links) == 1 and len(known) == 1 else None
         self.sole = sole
         self.fast = (sole, sole.path) if sole is not None and isinstance(sole.path, MappedPath) else None
-        for name in fresh:
+        for name in () if self._is_opening else fresh:  # `open` dials those itself
             self._redial(name)
 
     def _redial(self, name: str) -> None:
