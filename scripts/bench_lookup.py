@@ -26,7 +26,9 @@ Keys = npt.NDArray[np.uint8]
 
 def run() -> int:
     options = parser(__doc__, sizes="")
-    options.add_argument("--path", choices=("auto", "mapped", "message"), default="auto", help="how to reach the node")
+    options.add_argument(
+        "--path", choices=("auto", "mapped", "rma", "message", "network"), default="auto", help="how to reach the node"
+    )
     options.add_argument("--keys", type=int, default=0, help="blocks stored (default 1,000,000; 200,000 with --quick)")
     arguments = options.parse_args()
     count = arguments.keys or (200_000 if arguments.quick else 1_000_000)

@@ -16,6 +16,7 @@ from ucxkv.sizes import parse_size, short_size
 
 if TYPE_CHECKING:
     from ucxkv.cli.measure import Row
+    from ucxkv.client.opening import PATHS
 
 __all__ = ["perf"]
 
@@ -27,7 +28,7 @@ def perf(
         str, typer.Option("--sizes", help="Block sizes, comma separated.")
     ] = "16KiB,64KiB,256KiB,1MiB,4MiB",
     batch: Annotated[int, typer.Option("--batch", min=2, max=1024, help="Keys of a batched call.")] = 64,
-    path: Annotated[str, typer.Option("--path", help="auto, mapped or message.")] = "auto",
+    path: Annotated[str, typer.Option("--path", help="auto, mapped, rma, message or network.")] = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions; ends within a minute.")] = False,
     address: AddressOption = None,
     as_json: JsonOption = False,
@@ -39,8 +40,8 @@ def perf(
     from ucxkv.errors import UsageError
 
     chosen = [parse_size(size) for size in sizes.split(",")]
-    if path not in ("auto", "mapped", "message"):
-        raise UsageError(f"--path {path!r}: use auto, mapped or message")
+    if path not in PATHS:
+        raise UsageError(f"--path {path!r}: use one of {', '.join(PATHS)}")
     if any(size < 8 or size % 8 for size in chosen):
         raise UsageError("--sizes: multiples of 8 bytes")
     with _nodes(address, max(chosen)) as (addresses, pids):
