@@ -39,7 +39,8 @@ def parser(description: str | None, *, sizes: str = "16KiB,64KiB,256KiB,1MiB,4Mi
     found.add_argument("--host-bytes", type=parse_size, default=1 << 30, help="the node's memory (default 1GiB)")
     if sizes:
         found.add_argument("--sizes", default=sizes, help=f"block sizes (default {sizes})")
-        found.add_argument("--path", choices=("auto", "mapped", "rma", "message", "network"), default="auto", help="way to the node")
+        paths = ("auto", "mapped", "rma", "message", "network")
+        found.add_argument("--path", choices=paths, default="auto", help="way to the node")
     return found
 
 
