@@ -104,7 +104,7 @@ async def test_the_newest_session_that_a_client_announced_gets_its_endpoint() ->
 
 @pytest.mark.usefixtures("rdma_everywhere")
 async def test_a_lost_data_path_is_made_anew() -> None:
-    """Method: the node ends the data session alone, the control connection stays; the client notices, and works again."""
+    """Method: the node ends the data session alone, the control connection stays; the client notices, works again."""
     async with Node(NodeConfig(listen="127.0.0.1:0", host_bytes=32 << 20)) as node:
         async with ucxkv.connect(node.address, path="network") as kv:
             key = os.urandom(16)
