@@ -36,4 +36,5 @@ if __name__ == "__main__":
 
     with tempfile.TemporaryDirectory() as scratch:
         built = Path(ffi.compile(tmpdir=scratch))
-        print(shutil.copy2(built, HERE / built.name))
+        fresh = Path(shutil.copy2(built, HERE / f"{built.name}.new"))
+        print(fresh.replace(HERE / built.name))  # whole or not at all, also under a process that has it mapped
