@@ -164,7 +164,8 @@ async def test_a_batch_larger_than_one_turn_of_the_loop_lets_others_run(kv: ucxk
     assert turns >= 7
     turns = 0
     assert (await kv.get_many(k, np.empty_like(b))).hits == 16
-    assert turns >= 7
+    # by message UCX's inline waits hold the loop longer: fewer turns, a weakness that is known
+    assert turns >= (7 if kv.peers()[0].path is PathKind.MESSAGE else 15)
     beat.cancel()
     await kv.delete(k)
 
