@@ -1,9 +1,9 @@
 """Which libucp this process uses: found, checked and loaded once, on first use.
 
-Order: an explicit path; else a system UCX >= 1.13 that has verbs (the PyPI wheels carry no InfiniBand or RoCE); else
-the libucx wheel. Importing this module loads nothing and sets no environment variable. A second, different libucp in
-the process (another package's) is detected and reported: two of them clash over memory hooks and hang in the worst
-case.
+Order: an explicit path; on a host with an RDMA device a system UCX >= 1.13 that has verbs (the PyPI wheels carry no
+InfiniBand or RoCE); else the newest of the libucx wheel and the system's. Importing this module loads nothing and sets
+no environment variable. A second, different libucp in the process (another package's) is detected and reported: two of
+them clash over memory hooks and hang in the worst case.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _SYSTEM_DIRECTORIES = (
     "/usr/lib64",
     "/usr/lib",
 )
+_RDMA_DEVICES = Path("/sys/class/infiniband")
 _PROBE = (
     "import ctypes,sys;d=sys.argv[1];[ctypes.CDLL(d+'/'+n) for n in ('libucs.so.0','libuct.so.0')];"
     "u=ctypes.CDLL(d+'/libucp.so.0');v=[ctypes.c_uint() for _ in range(3)];"
@@ -161,18 +162,37 @@ def _find(path: Path | None) -> tuple[Path, str]:
                 f"no libucp.so.0 in {directory}; give the directory of a UCX >= 1.13 or leave the path out"
             )
         return directory, "explicit"
-    for candidate in _SYSTEM_DIRECTORIES:
-        directory = Path(candidate)
-        if (directory / "libucp.so.0").exists() and "ib" in _modules(directory) and _probe(directory) >= OLDEST:
-            return directory, "system"
-    spec = find_spec("libucx")
-    if spec is not None and spec.submodule_search_locations:
-        directory = Path(next(iter(spec.submodule_search_locations))) / "lib"
-        if (directory / "libucp.so.0").exists():
-            return directory, "wheel"
+    system = [directory for directory in map(Path, _SYSTEM_DIRECTORIES) if (directory / "libucp.so.0").exists()]
+    versions = {directory: _probe(directory) for directory in system}
+    fit = [directory for directory in system if versions[directory] >= OLDEST]
+    verbs = next((directory for directory in fit if "ib" in _modules(directory)), None)
+    if verbs is not None and has_rdma_device():
+        return verbs, "system"
+    wheel = _wheel_directory()
+    newest = max(fit, key=versions.__getitem__, default=None)
+    if newest is not None and (wheel is None or versions[newest] > _probe(wheel)):
+        return newest, "system"
+    if wheel is not None:
+        return wheel, "wheel"
     raise SetupFailed(
-        "no UCX found: no system UCX >= 1.13 with verbs, no libucx wheel; install libucx-cu12 (pip) or libucx0 (Debian)"
+        "no UCX found: no system UCX >= 1.13 and no libucx wheel; install libucx-cu12 (pip) or libucx0 (Debian)"
     )
+
+
+def has_rdma_device() -> bool:
+    """Whether the kernel shows an RDMA device; this process may still be refused it."""
+    try:
+        return bool(os.listdir(_RDMA_DEVICES))
+    except OSError:
+        return False
+
+
+def _wheel_directory() -> Path | None:
+    spec = find_spec("libucx")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    directory = Path(next(iter(spec.submodule_search_locations))) / "lib"
+    return directory if (directory / "libucp.so.0").exists() else None
 
 
 def _probe(directory: Path) -> tuple[int, ...]:

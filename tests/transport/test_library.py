@@ -71,6 +71,56 @@ def test_an_explicit_path_is_used_and_a_wrong_one_is_named():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("device", "versions", "modules", "wanted"),
+    [
+        (True, {"a": (1, 13, 1)}, {"a": "ib"}, "a"),  # Debian 12 with a card: older, but the only one with verbs
+        (False, {"a": (1, 13, 1)}, {"a": "ib"}, "wheel"),  # the same packages without a card
+        (True, {"a": (1, 13, 1)}, {}, "wheel"),  # a card, and no UCX that could use it
+        (True, {"a": (1, 12, 0)}, {"a": "ib"}, "wheel"),  # too old
+        (True, {"a": (1, 13, 1), "b": (1, 18, 0)}, {"a": "ib", "b": "ib"}, "a"),  # the folders' order stands
+        (False, {"a": (1, 13, 1), "b": (9, 0, 0)}, {"a": "ib"}, "b"),  # newer than the wheel
+        (False, {"a": ()}, {}, "wheel"),  # does not load
+        (False, {}, {}, "wheel"),
+    ],
+)
+def test_a_system_ucx_with_verbs_is_used_beside_an_rdma_device_else_the_newest(
+    tmp_path, monkeypatch, device, versions, modules, wanted
+):
+    """Goal: an old UCX is used for its verbs only. Method: folders of each kind, with and without a device."""
+    folders = []
+    for name in versions:
+        (tmp_path / name / "ucx").mkdir(parents=True)
+        (tmp_path / name / "libucp.so.0").touch()
+        if name in modules:
+            (tmp_path / name / "ucx" / f"libuct_{modules[name]}.so.0").touch()
+        folders.append(str(tmp_path / name))
+    (tmp_path / "infiniband").mkdir()
+    if device:
+        (tmp_path / "infiniband" / "mlx5_0").touch()
+    real = library._probe
+    monkeypatch.setattr(library, "_SYSTEM_DIRECTORIES", tuple(folders))
+    monkeypatch.setattr(library, "_RDMA_DEVICES", tmp_path / "infiniband")
+    monkeypatch.setattr(library, "_probe", lambda path: versions[path.name] if str(path) in folders else real(path))
+    directory, source = library._find(None)
+    if wanted == "wheel":
+        assert source == "wheel" and directory.parent.name == "libucx"
+    else:
+        assert (directory, source) == (tmp_path / wanted, "system")
+
+
+def test_a_system_ucx_is_asked_for_its_version_in_another_process(tmp_path, monkeypatch):
+    """Goal: a rejected library is not mapped here. Method: a copy of the wheel's as the system's: equal, so unused."""
+    wheel = library._wheel_directory()
+    assert wheel is not None
+    for name in ("libucs.so.0", "libuct.so.0", "libucp.so.0", "libucm.so.0"):
+        (tmp_path / name).write_bytes((wheel / name).read_bytes())
+    monkeypatch.setattr(library, "_SYSTEM_DIRECTORIES", (str(tmp_path),))
+    assert library._probe(tmp_path) == library._probe(wheel) >= library.OLDEST
+    assert library._find(None) == (wheel, "wheel")
+    assert not any(str(tmp_path) in path for path in library.mapped_libucp())
+
+
 def test_a_second_libucp_in_the_process_is_reported(tmp_path):
     """Goal: vLLM + NIXL + us is detected. Method: map a copy of libucp under another path before ours."""
     directory = library.load().directory

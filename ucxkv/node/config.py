@@ -61,7 +61,9 @@ class NodeConfig:
     message_path: bool = True
     """Serve look-ups, reads and writes over UCX active messages too (clients on other hosts need it)."""
     ucx_library: str = ""
-    """Path of libucp.so.0 to use; empty = a system UCX with verbs, else the one of the libucx wheel."""
+    """Path of libucp.so.0 to use; empty = a system UCX with verbs where this host has an RDMA device, else the
+    newest of the libucx wheel's and the system's.
+    """
     metrics_listen: str = ""
     """host:port of the Prometheus endpoint; empty = none."""
 
