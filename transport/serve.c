@@ -287,6 +287,10 @@ static ucs_status_t kv_on_write(void *arg, const void *header, size_t header_len
         kv_count(&s->counters.unknown_session, 1);
         return UCS_OK;
     }
+    if (session->ep == NULL) { /* awaited: its client cannot be told */
+        kv_count(&s->counters.dropped, 1);
+        return UCS_OK;
+    }
     int is_rendezvous = (recv->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
     if ((is_rendezvous && session->is_eager_only) || kv_grant_hold(s, &w, length) == NULL) {
         kv_count(&s->counters.refused, 1);

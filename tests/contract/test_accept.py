@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 
 import numpy as np
 import pytest
@@ -128,6 +129,43 @@ async def test_a_session_that_was_announced_and_never_connected_closes_clean() -
             assert await service.close_session(token)
         await wait_until(lambda: service.counters().sessions == 50, "the closed half is gone")
         service.close()
+
+
+async def test_a_write_under_the_token_of_a_session_that_is_awaited_is_dropped() -> None:
+    """Goal: the node cannot answer there, and must not try. Method: a client with an endpoint of its own writes under
+    the token of an announced session, granted and not; the node counts both, writes nothing and goes on.
+    """
+    with Context() as served, Context(is_shared=False) as context:
+        buffer = np.zeros(4096, np.uint8)
+        memory = MemoryRegion.register(served, buffer)
+        service = DataService(served, *_nothing())
+        service.lend(0, memory)
+        worker = Worker(context)
+        port = await service.listen("127.0.0.1")
+        await service.await_session(1, worker.client_id, is_peer_mode=True, is_eager_only=True)
+        mine = DataClient(worker, Endpoint.connect_socket(worker, "127.0.0.1", port), 1)
+        assert (await mine.lookup(bytes(range(1, 17))))["status"].tolist() == [1]
+        await service.await_session(2, 12345, is_peer_mode=True, is_eager_only=True)
+        assert service.grant(2, np.zeros(1, "<u2"), np.zeros(1, "<u8"), np.array([4096], "<u8")).tolist() == [0]
+        other = DataClient(worker, mine._endpoint, 2)
+        data = np.full(64, 7, np.uint8)
+        for offset in (0, 1024):
+            status = await other.write(
+                np.zeros(1, "<u2"),
+                np.array([offset], "<u8"),
+                np.array([0, 1], "<u4"),
+                np.array([data.ctypes.data], "<u8"),
+                np.array([64], "<u8"),
+                deadline_ns=time.monotonic_ns() + 300_000_000,
+            )
+            assert status.tolist() == [6]
+        assert service.counters().dropped == 2
+        assert not buffer.any()
+        assert (await mine.lookup(bytes(range(1, 17))))["status"].tolist() == [1]
+        await mine.aclose()
+        await worker.aclose()
+        service.close()
+        memory.close()
 
 
 _EMPTY = np.zeros(2, "<u8")  # a table of tests/native/resolver.c: no blocks, no delay
