@@ -60,7 +60,7 @@ check_wire() { driver wire 2 tests/native/wire_fuzz.c -Itransport; }
 # The data service on a real UCX. Its memory hooks break ThreadSanitizer at a thread's exit, and UCX itself is not
 # instrumented: what it does inside is left out.
 check_service() {
-  local wheel sources=(transport/{ucx,ops,service,accept,serve,fetch}.c)
+  local wheel sources=(transport/{ucx,ops,service,accept,serve,fetch,receive}.c)
   wheel="$("${PYTHON:-python3}" -c 'import importlib.util as u; print(u.find_spec("libucx").submodule_search_locations[0])' \
     2>/dev/null)" || { echo "== service: skipped, ${PYTHON:-python3} has no libucx (pip install libucx-cu12)"; return 0; }
   UCX_MEM_EVENTS=n TSAN_OPTIONS="$TSAN_OPTIONS:ignore_noninstrumented_modules=1" \

@@ -14,7 +14,6 @@ from cffi import FFI  # noqa: E402
 ffi = FFI()
 ffi.cdef("""
     uint64_t kv_sum(uint64_t addr, size_t n);
-    uintptr_t kv_sum_function(void);
     uint64_t kv_copy_sum(uint64_t dst, uint64_t src, size_t n);
     size_t kv_gather(size_t n, uint64_t first_addr, uint64_t iov_addr, uint64_t dst_addr, uint64_t sums_addr,
                      uint64_t cancel_addr);

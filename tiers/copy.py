@@ -43,7 +43,6 @@ __all__ = [
     "engine",
     "gather",
     "sum_bytes",
-    "sum_function_address",
 ]
 
 IOV_DTYPE = np.dtype([("addr", "<u8"), ("len", "<u8")])
@@ -162,13 +161,6 @@ def _memory(address: int, nbytes: int) -> memoryview:
 
 engine: CopyEngine = NativeEngine() if _lib is not None else TwinEngine()
 """What this process uses."""
-
-
-def sum_function_address() -> int:
-    """Address of a C function `uint64_t (*)(const void *, size_t)` that computes XXH3_64bits; 0 without the native
-    module.
-    """
-    return 0 if _lib is None else int(_ffi.cast("uintptr_t", _lib.kv_sum_function()))
 
 
 def _flat(data: Buffer, *, writable: bool = False) -> NDArray[np.uint8]:

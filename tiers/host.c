@@ -15,10 +15,6 @@ typedef struct { uint64_t addr, len; } kv_iov;
 
 static uint64_t kv_sum(uint64_t addr, size_t n) { return kvx_sum((const void *)(uintptr_t)addr, n); }
 
-static uint64_t kv_sum_of(const void *p, size_t n) { return kvx_sum(p, n); }
-
-static uintptr_t kv_sum_function(void) { return (uintptr_t)&kv_sum_of; }
-
 static uint64_t kv_copy_sum(uint64_t dst, uint64_t src, size_t n)
 {
     return kvx_copy_sum((void *)(uintptr_t)dst, (const void *)(uintptr_t)src, n);

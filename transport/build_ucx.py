@@ -13,7 +13,7 @@ from pathlib import Path
 from cffi import FFI
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ("ucx.c", "ops.c", "service.c", "accept.c", "serve.c", "fetch.c")
+SOURCES = ("ucx.c", "ops.c", "service.c", "accept.c", "serve.c", "fetch.c", "receive.c")
 HEADERS = ("ucx.h", "wire.h", "service.h", "fetch.h")
 
 
@@ -39,7 +39,7 @@ ffi.set_source(
     include_dirs=[str(HERE)],
     library_dirs=[str(wheel / "lib")],
     libraries=["ucp", "ucs"],
-    depends=[str(HERE / name) for name in (*SOURCES, *HEADERS, "cdef.h")],
+    depends=[str(HERE / name) for name in (*SOURCES, *HEADERS, "cdef.h", "../tiers/xxh3.h")],
     extra_compile_args=["-O2", "-std=gnu11", "-Wall", "-Wextra", "-isystem", str(wheel / "include")],
     py_limited_api=True,
 )

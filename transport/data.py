@@ -20,7 +20,7 @@ import asyncio
 import enum
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +52,8 @@ FOUND_DTYPE = np.dtype(
 TCP_FRAGMENT_BYTES = 192 << 10
 """Fits one TCP segment of UCX as we set it (256 KiB), so that a fragment is copied once, into its place."""
 
-_HIT, _UNAVAILABLE = 0, 6
+_HIT, _MISS, _UNAVAILABLE = 0, 1, 6
+_OTHERWISE, _NOT_THERE = -1, -2
 _CHUNK_BYTES = 2 << 20
 _CHUNK_KEYS = 1024
 _CHUNKS_IN_FLIGHT = 2  # about 4 MiB: more falls out of the cache
@@ -124,20 +125,19 @@ class DataClient:
     """Data requests to one node under one session token.
 
     endpoint: to the node's data service, owned from here on. fragment_bytes: 0 = blocks come whole, in place by
-    rendezvous
-    where they are large (shared memory, RDMA); over TCP TCP_FRAGMENT_BYTES. sum_function: address of a C function
-    `uint64_t (*)(const void *, size_t)` that computes xxh3-64; 0 = do not check (the caller does).
+    rendezvous where they are large (shared memory, RDMA); over TCP TCP_FRAGMENT_BYTES. is_checked: prove each value by
+    its xxh3-64; False = the caller does.
     """
 
     def __init__(
-        self, worker: Worker, endpoint: Endpoint, session: int, *, fragment_bytes: int = 0, sum_function: int = 0
+        self, worker: Worker, endpoint: Endpoint, session: int, *, fragment_bytes: int = 0, is_checked: bool = True
     ) -> None:
         self._ffi, self._lib = library.binding()
         self._worker = worker
         self._endpoint = endpoint
         self._session = session
         self._fragment = fragment_bytes
-        self._sum = sum_function
+        self._is_checked = is_checked
         self._fetcher = _Fetcher.of(worker)
         self._dirty: dict[tuple[int, int], int] = {}
         self.error: TransportError | None = None
@@ -206,7 +206,7 @@ class DataClient:
                     pieces.addr,
                     pieces.length,
                     self._fragment,
-                    self._sum,
+                    self._is_checked,
                     memh,
                     spin_ns,
                 )
@@ -220,6 +220,50 @@ class DataClient:
         )
         await self._run("read", n, pieces, start, outs, (keep, region), deadline_ns)
         return status, stored, generation
+
+    def into_reader(self) -> Callable[[bytes, Any, int], int | Coroutine[Any, Any, int]]:
+        """A function (key, into, deadline_ns) that reads one value at a fraction of `read`'s cost.
+
+        key: exactly 16 bytes, unchecked. into: writable, contiguous plain memory of the value's length; TypeError,
+        ValueError or BufferError for other objects. It gives the bytes read, -2 for a miss, -1 for anything else; or,
+        where the answer has not come at once, an awaitable of the same with `read`'s promises.
+        """
+        lib, ffi, worker, fetcher = self._lib, self._ffi, self._worker, self._fetcher
+        from_buffer, chars = ffi.from_buffer, ffi.typeof("char[]")
+        status, stored = ffi.new("uint8_t *"), ffi.new("uint64_t *")
+        read_one, session, fragment, is_checked = lib.kv_fetch_read_one, self._session, self._fragment, self._is_checked
+
+        def read_into(key: bytes, into: Any, deadline_ns: int) -> int | Coroutine[Any, Any, int]:
+            if self.error is not None:
+                return -1
+            cells = from_buffer(chars, into, True)
+            size = len(cells)
+            endpoint = self._endpoint.handle_or_none
+            if endpoint is None or not worker.is_open:
+                return _OTHERWISE
+            request_id = worker.next_id()
+            code = read_one(
+                fetcher.handle, endpoint, session, request_id, key, cells, size, fragment, is_checked,
+                0 if self._waiters else worker.inline_wait_ns, status, stored,
+            )  # fmt: skip
+            if code == 0:
+                found = status[0]
+                return size if found == _HIT else _NOT_THERE if found == _MISS else _OTHERWISE
+            return _OTHERWISE if code < 0 else self._read_rest(request_id, cells, size, deadline_ns)
+
+        return read_into
+
+    async def _read_rest(self, request_id: int, cells: Any, size: int, deadline_ns: int) -> int:
+        """The end of a `read_into` that was not answered at once. cells: keeps the destination."""
+        status = self._ffi.new("uint8_t *", _UNAVAILABLE)
+        chunk = _Chunk(request_id, 0, 1, self._worker.register(request_id, None, "read"))
+        outs = (status, None, None, None)
+        try:
+            await self._run("read", 0, None, None, outs, cells, deadline_ns, flying=deque((chunk,)))
+        except TransportError:
+            return _OTHERWISE  # the general way says what is wrong
+        found = status[0]
+        return size if found == _HIT else _NOT_THERE if found == _MISS else _OTHERWISE
 
     async def lookup(self, keys: bytes, *, deadline_ns: int | None = None) -> NDArray[Any]:
         """Where the keys are: FOUND_DTYPE[n], with status HIT or MISS (UNAVAILABLE for those without an answer)."""
@@ -317,22 +361,22 @@ class DataClient:
         what: str,
         n: int,
         pieces: _Pieces | None,
-        start: Callable[[int, int, int, int], int],
+        start: Callable[[int, int, int, int], int] | None,
         outs: tuple[Any, ...],
         keep: object,
         deadline_ns: int | None,
         let_go: Callable[[int, int, int], None] | None = None,
+        flying: deque[_Chunk] | None = None,
     ) -> None:
-        """Start the chunks, about 4 MiB in flight, and collect their results. before: u64[n + 1], bytes before key
-        i.
+        """Start the chunks of n keys, about 4 MiB in flight, and collect their results.
+
+        flying: chunks that were started before.
         """
-        if self.error is not None or not n:
-            return  # everything is UNAVAILABLE
-        flying: deque[_Chunk] = deque()
+        flying = deque() if flying is None else flying
         low = 0
         try:
-            while low < n or flying:
-                while low < n and len(flying) < _CHUNKS_IN_FLIGHT and self.error is None:
+            while (low < n and self.error is None) or flying:  # once the node is lost, the rest is UNAVAILABLE
+                while start is not None and low < n and len(flying) < _CHUNKS_IN_FLIGHT and self.error is None:
                     high = (
                         min(n, low + _CHUNK_KEYS)
                         if pieces is None
@@ -346,8 +390,6 @@ class DataClient:
                     future = self._worker.register(request_id, None, what) if code else None
                     flying.append(_Chunk(request_id, low, high, future))
                     low = high
-                if not flying:
-                    return  # the node was lost before the rest was started
                 chunk = flying[0]
                 if chunk.future is not None:
                     self._waiters += 1

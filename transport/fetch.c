@@ -3,14 +3,17 @@
 
 /* ---- the table ---- */
 
-static kv_fetch *kv_fetch_find(kv_fetcher *f, uint64_t id) {
+kv_fetch *kv_fetch_find(kv_fetcher *f, uint64_t id) {
     kv_fetch *r = f->buckets[id % KV_FETCH_BUCKETS];
     while (r != NULL && r->id != id) r = r->next;
     return r;
 }
 
 static void kv_fetch_free(kv_fetch *r) {
-    for (uint32_t i = 0; r->values != NULL && i < r->count; i++) free(r->values[i].bounce);
+    for (uint32_t i = 0; r->values != NULL && i < r->count; i++) {
+        free(r->values[i].bounce);
+        free(r->values[i].state);
+    }
     free(r->values);
     free(r->pieces);
     free(r->found);
@@ -28,7 +31,7 @@ static void kv_fetch_unlink(kv_fetch *r) {
 }
 
 /* After any change: records the end once, says quiet once, frees when nobody needs the request any more. */
-static void kv_fetch_settle(kv_fetch *r) {
+void kv_fetch_settle(kv_fetch *r) {
     kv_worker *w = r->fetcher->worker;
     if (r->left == 0 && r->receives == 0 && !r->is_recorded && !r->is_abandoned) {
         r->is_recorded = 1;
@@ -47,7 +50,7 @@ static void kv_fetch_settle(kv_fetch *r) {
 }
 
 /* One value has its answer. */
-static void kv_value_end(kv_fetch *r, kv_value *v, uint8_t status) {
+void kv_value_end(kv_fetch *r, kv_value *v, uint8_t status) {
     if (v->status != KV_PENDING) return;
     v->status = status;
     r->left--;
@@ -57,6 +60,23 @@ static void kv_value_end(kv_fetch *r, kv_value *v, uint8_t status) {
 static void kv_fetch_give_up(kv_fetch *r, uint8_t status) {
     for (uint32_t i = 0; i < r->count; i++)
         if (!r->values[i].is_receiving) kv_value_end(r, &r->values[i], status);
+}
+
+/* Copies n bytes to position `at` of the value's destination, or from it. */
+void kv_scatter(const kv_fetch *r, const kv_value *v, uint64_t at, uint8_t *bytes, uint64_t n, int is_gather) {
+    for (uint32_t i = 0; i < v->pieces && n != 0; i++) {
+        uint64_t room = r->pieces[v->first_piece + i].len;
+        if (at >= room) {
+            at -= room;
+            continue;
+        }
+        uint64_t step = room - at < n ? room - at : n;
+        uint8_t *piece = kv_piece_at(r, v, i) + at;
+        memcpy(is_gather ? bytes : piece, is_gather ? piece : bytes, step);
+        bytes += step;
+        n -= step;
+        at = 0;
+    }
 }
 
 /* ---- sending ---- */
@@ -96,220 +116,6 @@ static int kv_part_send(kv_fetch *r, unsigned am_id, const void *header, size_t 
         ucp_am_send_nbx(r->endpoint->ep, am_id, part->header, header_length, payload, length, &param);
     if (!UCS_PTR_IS_PTR(p)) kv_part_sent(part, (ucs_status_t)kv_status_of(p));
     return 1;
-}
-
-/* ---- receiving ---- */
-
-static uint8_t *kv_piece_at(const kv_fetch *r, const kv_value *v, uint32_t i) {
-    return (uint8_t *)(uintptr_t)r->pieces[v->first_piece + i].addr;
-}
-
-/* Copies n bytes to position `at` of the value's destination, or from it. */
-static void kv_scatter(const kv_fetch *r, const kv_value *v, uint64_t at, uint8_t *bytes, uint64_t n, int is_gather) {
-    for (uint32_t i = 0; i < v->pieces && n != 0; i++) {
-        uint64_t room = r->pieces[v->first_piece + i].len;
-        if (at >= room) {
-            at -= room;
-            continue;
-        }
-        uint64_t step = room - at < n ? room - at : n;
-        uint8_t *piece = kv_piece_at(r, v, i) + at;
-        memcpy(is_gather ? bytes : piece, is_gather ? piece : bytes, step);
-        bytes += step;
-        n -= step;
-        at = 0;
-    }
-}
-
-/* All bytes of the value are at `bytes`: a sum that differs is STALE (the extent was reused under the read). */
-static uint8_t kv_verdict(kv_fetch *r, const kv_value *v, const void *bytes) {
-    if (r->sum == NULL || r->sum(bytes, v->length) == v->sum) return KV_HIT;
-    r->fetcher->stale++;
-    return KV_STALE;
-}
-
-static void kv_value_assembled(kv_fetch *r, kv_value *v) {
-    uint8_t status = kv_verdict(r, v, v->bounce != NULL ? v->bounce : kv_piece_at(r, v, 0));
-    if (status == KV_HIT && v->bounce != NULL) kv_scatter(r, v, 0, v->bounce, v->length, 0);
-    kv_value_end(r, v, status);
-}
-
-static void kv_on_value_received(void *request, ucs_status_t status, size_t length, void *arg) {
-    kv_part *part = arg;
-    kv_fetch *r = part->fetch;
-    kv_value *v = &r->values[part->index];
-    (void)length;
-    r->receives--;
-    v->is_receiving = 0;
-    if (r->is_abandoned || status != UCS_OK)
-        kv_value_end(r, v, KV_UNAVAILABLE);
-    else
-        kv_value_assembled(r, v);
-    free(part);
-    kv_fetch_settle(r);
-    ucp_request_free(request);
-}
-
-static ucs_status_t kv_value_rendezvous(kv_fetch *r, uint32_t index, void *descriptor, uint64_t length) {
-    kv_value *v = &r->values[index];
-    kv_part *part = malloc(sizeof *part);
-    if (v->pieces != 1 && v->bounce == NULL) v->bounce = malloc(length);
-    if (part == NULL || (v->pieces != 1 && v->bounce == NULL)) {
-        free(part);
-        kv_value_end(r, v, KV_UNAVAILABLE);
-        kv_fetch_settle(r);
-        return UCS_OK;
-    }
-    part->fetch = r;
-    part->index = index;
-    ucp_request_param_t param;
-    memset(&param, 0, sizeof param);
-    param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
-    param.cb.recv_am = kv_on_value_received;
-    param.user_data = part;
-    if (r->memh != NULL && v->bounce == NULL) {
-        param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH;
-        param.memh = r->memh;
-    }
-    r->receives++;
-    v->is_receiving = 1;
-    void *into = v->bounce != NULL ? v->bounce : kv_piece_at(r, v, 0);
-    ucs_status_ptr_t p = ucp_am_recv_data_nbx(r->fetcher->worker->ucp, descriptor, into, length, &param);
-    if (!UCS_PTR_IS_PTR(p)) {
-        r->receives--;
-        v->is_receiving = 0;
-        if (p == NULL)
-            kv_value_assembled(r, v);
-        else
-            kv_value_end(r, v, KV_UNAVAILABLE);
-        free(part);
-        kv_fetch_settle(r);
-    }
-    return UCS_INPROGRESS;
-}
-
-static void kv_value_eager(kv_fetch *r, kv_value *v, const kv_data *d, uint8_t *bytes, uint64_t length) {
-    if (length == v->length) { /* whole: proved before anything is written */
-        uint8_t status = kv_verdict(r, v, bytes);
-        if (status == KV_HIT) kv_scatter(r, v, 0, bytes, length, 0);
-        kv_value_end(r, v, status);
-        return;
-    }
-    if (v->pieces != 1 && v->bounce == NULL && (v->bounce = malloc(v->length)) == NULL) {
-        kv_value_end(r, v, KV_UNAVAILABLE);
-        return;
-    }
-    memcpy((v->bounce != NULL ? v->bounce : kv_piece_at(r, v, 0)) + d->at, bytes, length);
-    v->got += length;
-    if (v->got >= v->length) kv_value_assembled(r, v);
-}
-
-static ucs_status_t kv_on_data(void *arg, const void *header, size_t header_length, void *data, size_t length,
-                               const ucp_am_recv_param_t *recv) {
-    kv_fetcher *f = arg;
-    kv_data d;
-    if (!kv_parse_data(header, header_length, length, &d)) {
-        f->malformed++;
-        return UCS_OK;
-    }
-    kv_fetch *r = kv_fetch_find(f, d.request);
-    if (r == NULL || r->kind != KV_FETCH_READ || r->is_abandoned || d.index >= r->count ||
-        r->values[d.index].status != KV_PENDING || r->values[d.index].is_receiving) {
-        f->late++;
-        return UCS_OK;
-    }
-    kv_value *v = &r->values[d.index];
-    if (v->got != 0 && (v->length != d.length || v->generation != d.generation || v->sum != d.sum)) {
-        kv_value_end(r, v, KV_STALE); /* fragments of different values */
-        kv_fetch_settle(r);
-        return UCS_OK;
-    }
-    v->length = d.length;
-    v->generation = d.generation;
-    v->sum = d.sum;
-    if (d.length != v->expected) {
-        kv_value_end(r, v, KV_SIZE);
-    } else if (recv->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) {
-        if (length == d.length) return kv_value_rendezvous(r, d.index, data, length);
-        f->malformed++; /* a fragment is eager */
-        kv_value_end(r, v, KV_UNAVAILABLE);
-    } else {
-        kv_value_eager(r, v, &d, data, length);
-    }
-    kv_fetch_settle(r);
-    return UCS_OK;
-}
-
-static ucs_status_t kv_on_outcomes(void *arg, const void *header, size_t header_length, void *data, size_t length,
-                                   const ucp_am_recv_param_t *recv) {
-    kv_fetcher *f = arg;
-    kv_many many;
-    if ((recv->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) || !kv_parse_outcomes(header, header_length, length, &many)) {
-        f->malformed++;
-        return UCS_OK;
-    }
-    kv_fetch *r = kv_fetch_find(f, many.request);
-    if (r == NULL || r->kind != KV_FETCH_READ) {
-        f->late++;
-        return UCS_OK;
-    }
-    for (uint32_t i = 0; i < many.count; i++) {
-        kv_outcome o;
-        memcpy(&o, (const uint8_t *)data + (size_t)i * sizeof o, sizeof o);
-        if (o.index >= r->count || o.status == KV_HIT || o.status > KV_CANCELLED) {
-            f->malformed++;
-            continue;
-        }
-        kv_value *v = &r->values[o.index];
-        if (v->status != KV_PENDING || v->is_receiving) continue;
-        v->length = o.length;
-        v->generation = o.generation;
-        kv_value_end(r, v, o.status);
-    }
-    kv_fetch_settle(r);
-    return UCS_OK;
-}
-
-static ucs_status_t kv_on_found(void *arg, const void *header, size_t header_length, void *data, size_t length,
-                                const ucp_am_recv_param_t *recv) {
-    kv_fetcher *f = arg;
-    kv_many many;
-    if ((recv->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) || !kv_parse_found(header, header_length, length, &many)) {
-        f->malformed++;
-        return UCS_OK;
-    }
-    kv_fetch *r = kv_fetch_find(f, many.request);
-    if (r == NULL || r->kind != KV_FETCH_LOOKUP || r->left == 0 || many.count != r->count) {
-        f->late++;
-        return UCS_OK;
-    }
-    memcpy(r->found, data, length);
-    for (uint32_t i = 0; i < r->count; i++) kv_value_end(r, &r->values[i], KV_HIT);
-    kv_fetch_settle(r);
-    return UCS_OK;
-}
-
-static ucs_status_t kv_on_written(void *arg, const void *header, size_t header_length, void *data, size_t length,
-                                  const ucp_am_recv_param_t *recv) {
-    kv_fetcher *f = arg;
-    kv_written w;
-    (void)data, (void)recv;
-    if (!kv_parse_written(header, header_length, length, &w)) {
-        f->malformed++;
-        return UCS_OK;
-    }
-    kv_fetch *r = kv_fetch_find(f, w.request);
-    if (r == NULL || r->kind != KV_FETCH_WRITE || w.index >= r->count || r->values[w.index].status != KV_PENDING) {
-        f->late++;
-        return UCS_OK;
-    }
-    kv_value *v = &r->values[w.index];
-    if (w.status != KV_WRITTEN)
-        kv_value_end(r, v, w.status);
-    else if (--v->unanswered == 0)
-        kv_value_end(r, v, KV_WRITTEN);
-    kv_fetch_settle(r);
-    return UCS_OK;
 }
 
 /* ---- starting ---- */
@@ -409,14 +215,14 @@ static int32_t kv_fetch_ask(kv_fetch *r, unsigned am_id, uint64_t session, const
     return kv_fetch_started(r, spin_ns);
 }
 
-/* Reads n keys into their pieces. memh: registration all contiguous destinations lie in, or NULL. sum: a kv_sum_fn or 0. */
+/* Reads n keys into their pieces. memh: registration all contiguous destinations lie in, or NULL. */
 int32_t kv_fetch_read(kv_fetcher *f, kv_endpoint *e, uint64_t session, uint64_t id, uint32_t n, const uint8_t *keys,
                       const uint32_t *first, const uint64_t *addr, const uint64_t *len, uint32_t fragment,
-                      uint64_t sum, ucp_mem_h memh, uint64_t spin_ns) {
+                      int is_checked, ucp_mem_h memh, uint64_t spin_ns) {
     if (n == 0 || n > KV_MAX_KEYS) return UCS_ERR_INVALID_PARAM;
     kv_fetch *r = kv_fetch_new(f, e, KV_FETCH_READ, id, n, first, addr, len);
     if (r == NULL) return KV_ERR_FULL;
-    r->sum = (kv_sum_fn)(uintptr_t)sum;
+    r->is_checked = is_checked != 0;
     r->memh = memh;
     return kv_fetch_ask(r, KV_AM_READ, session, keys, fragment, spin_ns);
 }
@@ -510,32 +316,28 @@ void kv_fetch_endpoint_gone(kv_fetcher *f, kv_endpoint *e) {
         }
 }
 
+/* kv_fetch_read of one key into one piece, results included. 0: *status and *length are set; 1: pending, take the results
+ * after its record. */
+int32_t kv_fetch_read_one(kv_fetcher *f, kv_endpoint *e, uint64_t session, uint64_t id, const uint8_t *key, void *into,
+                          uint64_t size, uint32_t fragment, int is_checked, uint64_t spin_ns, uint8_t *status,
+                          uint64_t *length) {
+    uint32_t first[2] = {0, 1}, receives;
+    uint64_t addr = (uint64_t)(uintptr_t)into;
+    int32_t code = kv_fetch_read(f, e, session, id, 1, key, first, &addr, &size, fragment, is_checked, NULL, spin_ns);
+    if (code == 0) kv_fetch_take(f, id, status, length, NULL, NULL, &receives);
+    return code;
+}
+
 /* ---- the fetcher ---- */
 
 int32_t kv_fetcher_open(kv_worker *w, kv_fetcher **out) {
-    static const struct {
-        unsigned id;
-        ucp_am_recv_callback_t cb;
-    } handlers[] = {{KV_AM_FOUND, kv_on_found},
-                    {KV_AM_DATA, kv_on_data},
-                    {KV_AM_OUTCOMES, kv_on_outcomes},
-                    {KV_AM_WRITTEN, kv_on_written}};
     kv_fetcher *f = calloc(1, sizeof *f);
     if (f == NULL) return KV_ERR_MEMORY;
     f->worker = w;
-    for (size_t i = 0; i < sizeof handlers / sizeof *handlers; i++) {
-        ucp_am_handler_param_t param;
-        memset(&param, 0, sizeof param);
-        param.field_mask =
-            UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG;
-        param.id = handlers[i].id;
-        param.cb = handlers[i].cb;
-        param.arg = f;
-        ucs_status_t status = ucp_worker_set_am_recv_handler(w->ucp, &param);
-        if (status != UCS_OK) {
-            free(f);
-            return status;
-        }
+    int32_t status = kv_receive_install(f);
+    if (status != 0) {
+        free(f);
+        return status;
     }
     *out = f;
     return 0;

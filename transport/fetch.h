@@ -16,9 +16,8 @@
 #define KV_FETCH_H
 
 #include "ucx.h"
+#include "../tiers/xxh3.h"
 #include "wire.h"
-
-typedef uint64_t (*kv_sum_fn)(const void *, size_t);
 
 enum kv_fetch_kind { KV_FETCH_READ = 1, KV_FETCH_LOOKUP = 2, KV_FETCH_WRITE = 3 };
 
@@ -27,7 +26,8 @@ enum kv_fetch_kind { KV_FETCH_READ = 1, KV_FETCH_LOOKUP = 2, KV_FETCH_WRITE = 3 
 
 typedef struct {
     uint64_t expected, got, length, generation, sum;
-    uint8_t *bounce; /* assembles what cannot be received in place */
+    uint8_t *bounce;  /* for what cannot be received, or sent, in place */
+    kvx_state *state; /* the sum so far, while fragments come in order */
     uint32_t first_piece, pieces, unanswered;
     uint8_t status, is_receiving;
 } kv_value;
@@ -37,7 +37,6 @@ typedef struct kv_fetch {
     struct kv_fetcher *fetcher;
     kv_endpoint *endpoint;
     uint64_t id;
-    kv_sum_fn sum;
     ucp_mem_h memh;
     int *waited;
     kv_value *values;
@@ -45,7 +44,7 @@ typedef struct kv_fetch {
     kv_found *found;
     uint8_t *keys;
     uint32_t count, left, receives, sends;
-    uint8_t kind, is_recorded, is_taken, is_abandoned, is_quiet_wanted;
+    uint8_t kind, is_checked, is_recorded, is_taken, is_abandoned, is_quiet_wanted;
 } kv_fetch;
 
 typedef struct kv_fetcher {
@@ -59,5 +58,17 @@ typedef struct { /* a message of a request in flight, or a receive for one of it
     uint32_t index;
     uint8_t header[sizeof(kv_data)];
 } kv_part;
+
+static inline uint8_t *kv_piece_at(const kv_fetch *r, const kv_value *v, uint32_t i) {
+    return (uint8_t *)(uintptr_t)r->pieces[v->first_piece + i].addr;
+}
+
+/* fetch.c */
+kv_fetch *kv_fetch_find(kv_fetcher *f, uint64_t id);
+void kv_fetch_settle(kv_fetch *r);
+void kv_value_end(kv_fetch *r, kv_value *v, uint8_t status);
+void kv_scatter(const kv_fetch *r, const kv_value *v, uint64_t at, uint8_t *bytes, uint64_t n, int is_gather);
+/* receive.c */
+int32_t kv_receive_install(kv_fetcher *f);
 
 #endif

@@ -217,12 +217,12 @@ def test_into_reader_reads_whole_values_and_nothing_else() -> None:
     reader.map_region(0, arena.address, arena.size)
     read_into = reader.into_reader(40)
     out = bytearray(25)
-    assert read_into(hit, out) == 25 and out == b"value of " + hit
-    assert read_into(miss, out) == -1 == read_into(hit, bytearray(24)) == read_into(hit, bytearray(41))
+    assert read_into(hit, out, 0) == 25 and out == b"value of " + hit
+    assert read_into(miss, out, 0) == -2 and read_into(hit, bytearray(24), 0) == read_into(hit, bytearray(41), 0) == -1
     with pytest.raises(BufferError):
-        read_into(hit, bytes(25))
+        read_into(hit, bytes(25), 0)
     with pytest.raises(TypeError):
-        read_into(hit, 25)
+        read_into(hit, 25, 0)
 
 
 def test_a_cancelled_read_writes_nothing_more(side: Side) -> None:

@@ -49,7 +49,7 @@ class NodeProcess:
     @classmethod
     def launch(cls, transports: str) -> NodeProcess:
         """Start the process and wait until it listens; `connect` comes next."""
-        address_of("test_sum")  # built once, here
+        address_of("test_resolve")  # built once, here
         name = f"ucxkv-test-{os.getpid()}-{next(_names)}"
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.transport.node", name, transports],
@@ -138,7 +138,7 @@ class Client:
             endpoint,
             self.token,
             fragment_bytes=fragment,
-            sum_function=address_of("test_sum") if is_checked else 0,
+            is_checked=is_checked,
         )
 
     async def reopen(self, fragment: int | None = None) -> None:

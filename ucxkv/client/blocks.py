@@ -18,7 +18,7 @@ import numpy as np
 
 from ucxkv import errors
 from ucxkv.buffers import Pieces, RegisteredBuffer, as_destinations, as_source, as_sources
-from ucxkv.client.path import THREAD_BYTES
+from ucxkv.client.path import NOT_THERE, OTHERWISE, THREAD_BYTES
 from ucxkv.client.reading import plan, read_blocks
 from ucxkv.client.results import (
     GetResult,
@@ -206,6 +206,14 @@ class BlockCalls:
         self._count_put(len(rows), int(np.count_nonzero(stored)), int(pieces.nbytes[stored].sum()))
         return status
 
+    async def _awaited(self, answer: Awaitable[int]) -> int:
+        """The rest of a read that is on its way; counted, so that closing waits for it."""
+        self._busy += 1
+        try:
+            return await answer
+        finally:
+            self._leave()
+
     def _leave(self) -> None:
         self._busy -= 1
         if not self._busy and not self._is_open:
@@ -226,18 +234,22 @@ class BlockCalls:
         Raises UsageError when the stored value has another length. Bytes that do not match their sum are a miss.
         """
         self._check()
-        fast = self._router.fast
+        fast = self._router.fast_read
         if fast is not None and type(key) is bytes and len(key) == KEY_BYTES:
             kind = type(into)
             if (kind is np.ndarray and not into.dtype.hasobject) or kind in _PLAIN:  # type: ignore[attr-defined]
                 try:
-                    nbytes = fast[1].read_into(key, into)
+                    found = fast[1](key, into, self._deadline(deadline_s))
                 except (TypeError, ValueError, BufferError):
-                    nbytes = -1  # the general way says what is wrong with it
-                if nbytes >= 0:
-                    fast[0].touch(key)
+                    found = OTHERWISE  # the general way says what is wrong with it
+                nbytes = found if type(found) is int else await self._awaited(found)  # type: ignore[arg-type]
+                if nbytes != OTHERWISE:
                     counts = self.counts
                     counts["gets"] += 1
+                    if nbytes == NOT_THERE:
+                        counts["misses"] += 1
+                        return None
+                    fast[0].touch(key)
                     counts["hits"] += 1
                     counts["bytes_out"] += nbytes
                     return nbytes

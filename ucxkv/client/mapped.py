@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from ucxkv import errors
-from ucxkv.client.path import THREAD_BYTES, U8, U16, U64, chunk_bounds, pieces_iov
+from ucxkv.client.path import THREAD_BYTES, U8, U16, U64, ReadInto, chunk_bounds, pieces_iov
 from ucxkv.client.results import PathKind
 from ucxkv.directory import CancelFlag, ReadStatus, SlotReader
 from ucxkv.tiers import copy as tier_copy
@@ -64,10 +64,10 @@ class MappedPath:
         finally:
             for fd in fds:
                 os.close(fd)
-        self.read_into = self._reader.into_reader(THREAD_BYTES)
-        """(key, into) -> bytes read or -1; the hot path of a single get. Not to be called once the path is closed."""
+        self.read_into: ReadInto | None = self._reader.into_reader(THREAD_BYTES)
+        """See Path."""
         self.contains = self._reader.contains
-        """(key) -> whether it is visible; as `read_into`."""
+        """(key) -> whether it is visible; not to be called once the path is closed."""
         self._bases = np.array([segment.address for segment in self.segments], np.uint64)
         self._bases_list = self._bases.tolist()
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucxkv import errors
-from ucxkv.client.path import U8, U16, U64, pieces_iov
+from ucxkv.client.path import U8, U16, U64, ReadInto, pieces_iov
 from ucxkv.client.results import PathKind, ReadStatus
 from ucxkv.dial import ask, host_identity, mapped_error
 from ucxkv.protocol import messages as m
@@ -84,7 +84,6 @@ class MessageEngine:
             endpoint,
             welcome.session,
             fragment_bytes=0 if is_same_host else TCP_FRAGMENT_BYTES,
-            sum_function=tier_copy.sum_function_address(),
         )
         path = self._path(client, endpoint, opened, is_same_host=is_same_host, wants_rma=wants_rma)
         connection.on_closed(lambda _: client.lost())
@@ -175,6 +174,8 @@ class MessagePath:
         self._is_closed = False
         self.over = over
         self.why = ""
+        self.read_into: ReadInto | None = client.into_reader()
+        """See Path."""
 
     def _gone(self) -> errors.Unavailable:
         return errors.Unavailable(f"the node cannot be reached by messages: {self._client.error}")

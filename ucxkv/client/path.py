@@ -6,7 +6,8 @@ status. It raises `Unavailable` when the node is gone, and it writes into no des
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
 U64 = npt.NDArray[np.uint64]
+
+ReadInto: TypeAlias = Callable[[bytes, Any, int], int | Awaitable[int]]
+"""(key of 16 bytes, writable plain memory, deadline_ns) -> bytes read, NOT_THERE, or OTHERWISE: ask again by `read`.
+
+An awaitable of the same where the answer takes time. TypeError, ValueError or BufferError for other memory."""
+OTHERWISE, NOT_THERE = -1, -2
 
 INLINE_BYTES = 4 << 20
 """Bytes moved on the event loop before it gets a turn: a third of a millisecond, and about what the cache holds."""
@@ -53,6 +60,8 @@ class Path(Protocol):
 
     kind: PathKind
     why: str
+    read_into: ReadInto | None
+    """The short way to read one value; None where there is none. Not to be called once the path is closed."""
 
     async def read(self, keys: bytes, pieces: Pieces, deadline_ns: int | None) -> tuple[U8, U64]:
         """Read n blocks into their destinations: (ReadStatus u8[n], stored lengths u64[n])."""

@@ -42,6 +42,7 @@ class RmaPath(MessagePath):
     def __init__(self, engine: MessageEngine, client: DataClient, over: str, reader: RemoteReader) -> None:
         super().__init__(engine, client, over)
         self._reader = reader
+        self.read_into = None  # it would go by message
 
     async def _read(self, keys: bytes, pieces: Pieces, deadline_ns: int | None) -> tuple[U8, U64]:
         if not pieces.is_flat:  # scattered values go by message, which gathers them in C

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from ucxkv.client.link import NodeLink
     from ucxkv.client.opening import LinkOptions
+    from ucxkv.client.path import ReadInto
     from ucxkv.transport.control import ControlConnection
     from ucxkv.transport.control import Message as ControlMessage
 
@@ -59,7 +60,9 @@ class Router:
         self.sole: NodeLink | None = None
         """The only node there is, when there is one: spares all routing."""
         self.fast: tuple[NodeLink, MappedPath] | None = None
-        """The sole node and its path when that is mapped: a single get or put is then one C call away."""
+        """The sole node and its path when that is mapped: a look-up or a small put is then one C call away."""
+        self.fast_read: tuple[NodeLink, ReadInto] | None = None
+        """The sole node and the short way to read one value from it, where its path has one."""
 
     # ---- opening and losing nodes
 
@@ -143,6 +146,8 @@ class Router:
         sole = next(iter(self.links.values())) if len(self.links) == 1 and len(known) == 1 else None
         self.sole = sole
         self.fast = (sole, sole.path) if sole is not None and isinstance(sole.path, MappedPath) else None
+        read_into = sole.path.read_into if sole is not None else None
+        self.fast_read = (sole, read_into) if sole is not None and read_into is not None else None
         for name in () if self._is_opening else fresh:  # `open` dials those itself
             self._redial(name)
 
@@ -172,7 +177,7 @@ class Router:
         for link in list(self.links.values()):
             link.close()
         self.links.clear()
-        self.sole = self.fast = None
+        self.sole = self.fast = self.fast_read = None
 
     # ---- homes
 
