@@ -169,6 +169,7 @@ static inline int kv_parse_write(const void *header, size_t header_length, size_
 static inline int kv_parse_written(const void *header, size_t header_length, size_t payload_length, kv_written *out) {
     if (header_length != sizeof *out || payload_length != 0) return 0;
     memcpy(out, header, sizeof *out);
+    if (out->status > KV_BROKEN && out->status != KV_UNAVAILABLE && out->status != KV_CANCELLED) return 0;
     return out->reserved[0] == 0 && out->reserved[1] == 0 && out->reserved[2] == 0;
 }
 
