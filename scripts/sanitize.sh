@@ -55,7 +55,6 @@ driver() {
 
 check_host() { driver host 100 tests/native/host_check.c; }
 check_slots() { driver slots 100 tests/native/slots_check.c -Iucxkv/directory; }
-check_wire() { driver wire 2 tests/native/wire_fuzz.c -Itransport; }
 
 # The data service on a real UCX. Its memory hooks break ThreadSanitizer at a thread's exit, and UCX itself is not
 # instrumented: what it does inside is left out.

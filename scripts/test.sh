@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every check of the project, from a clean clone, in its own environments: style, types, tests, the C code under
-# sanitizers, a short fuzz of the wire decoder, and the tests that need torch in a second environment.
+# sanitizers, a short fuzz of all that reads a peer's bytes, and the tests that need torch in a second environment.
 #
 #   bash scripts/test.sh              everything; 20 minutes at most on 2 busy cores
 #   bash scripts/test.sh --rdma       the RDMA tests in a virtual machine with Soft-RoCE; needs root on Debian
@@ -21,12 +21,12 @@ Options:
   --no-torch        everything but the torch step
   --sanitize        only the C code under sanitizers
   --rdma            only the RDMA tests, in a virtual machine (not part of a full run)
-  --fuzz SECONDS    fuzz the wire decoder that long (default 20 s in a full run); alone it is the only step
+  --fuzz SECONDS    fuzz all that reads a peer's bytes that long (default 35 s in a full run); alone it is the only step
   --help            this text
 T
 }
 
-with_style=1 with_tests=1 with_sanitize=1 with_torch=1 with_rdma=0 fuzz_s=20 quick=0 pytest_args=() only=()
+with_style=1 with_tests=1 with_sanitize=1 with_torch=1 with_rdma=0 fuzz_s=35 quick=0 pytest_args=() only=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --quick) quick=1 with_sanitize=0 with_torch=0 fuzz_s=0 ;;
@@ -134,7 +134,7 @@ if ((with_sanitize)); then
   step "sanitizers" 600 bash scripts/sanitize.sh all
 fi
 if ((fuzz_s)); then
-  step "fuzz: wire decoder, $fuzz_s s" $((fuzz_s + 120)) bash scripts/fuzz.sh "$fuzz_s"
+  step "fuzz: handlers, tables, protocol, $fuzz_s s" $((fuzz_s + 300)) bash scripts/fuzz.sh "$fuzz_s"
 fi
 if ((with_torch)); then
   torch_step

@@ -217,7 +217,7 @@ kvx_run_scalar(kvx_lanes *lanes, uint8_t *dst, const uint8_t *src, size_t stripe
             stripes -= run;                                                                                            \
             const uint8_t *key = kvx_secret + 8 * at;                                                                  \
             at += (unsigned)run;                                                                                       \
-            for (; run > 0; run--, key += 8, src += KVX_STRIPE, dst += copy ? KVX_STRIPE : 0) {                        \
+            for (; run > 0; run--, key += 8, src += KVX_STRIPE) {                                                      \
                 _mm_prefetch((const char *)((uintptr_t)src + KVX_AHEAD), _MM_HINT_T0);                                 \
                 for (int r = 0; r < REGS; r++) {                                                                       \
                     VEC word = LOAD(src, r);                                                                           \
@@ -226,6 +226,7 @@ kvx_run_scalar(kvx_lanes *lanes, uint8_t *dst, const uint8_t *src, size_t stripe
                     acc[r] = PRE##_add_epi64(acc[r], PRE##_shuffle_epi32(word, _MM_SHUFFLE(1, 0, 3, 2)));              \
                     acc[r] = PRE##_add_epi64(acc[r], PRE##_mul_epu32(keyed, PRE##_srli_epi64(keyed, 32)));             \
                 }                                                                                                      \
+                if (copy) dst += KVX_STRIPE;                                                                           \
             }                                                                                                          \
             if (at < KVX_BLOCK_STRIPES) break;                                                                         \
             at = 0;                                                                                                    \
