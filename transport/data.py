@@ -58,6 +58,7 @@ _CHUNK_BYTES = 2 << 20
 _CHUNK_KEYS = 1024
 _CHUNKS_IN_FLIGHT = 2  # about 4 MiB: more falls out of the cache
 _QUIET_NS = 1_000_000_000
+_DIRTY_S = 0.0005
 
 
 class WriteStatus(enum.IntEnum):
@@ -304,7 +305,7 @@ class DataClient:
     ) -> NDArray[np.uint8]:
         """Write n values, gathered from their pieces, into granted extents (regions u16[n], offsets u64[n]).
 
-        Returns WriteStatus u8[n]. Raises UsageError when an earlier, abandoned write to one of the extents is not over.
+        Returns WriteStatus u8[n]. Waits, at most until the deadline, for earlier, abandoned writes to these extents.
         """
         n = len(regions)
         pieces = self._pieces(n, first, addr, length)
@@ -312,9 +313,10 @@ class DataClient:
         if where.shape != at.shape:
             raise UsageError(f"{where.shape} regions, {at.shape} offsets")
         extents = list(zip(where.tolist(), at.tolist(), strict=True))
-        self._refuse_dirty(extents)
         status = np.empty(n, np.uint8)
         status.fill(_UNAVAILABLE)
+        if self._dirty and not await self._wait_for_dirty(extents, deadline_ns):
+            return status
         ffi = self._ffi
         memh = region.handle if region is not None else ffi.NULL
         p_where, p_at = ffi.from_buffer("uint16_t[]", where), ffi.from_buffer("uint64_t[]", at)
@@ -346,13 +348,16 @@ class DataClient:
         await self._run("write", n, pieces, start, outs, (keep, region), deadline_ns, let_go)
         return status
 
-    def _refuse_dirty(self, extents: list[tuple[int, int]]) -> None:
-        if not self._dirty:
-            return
-        self._dirty = {extent: i for extent, i in self._dirty.items() if i in self._fetcher.kept}
-        for extent in extents:
-            if extent in self._dirty:
-                raise UsageError(f"an abandoned write to extent {extent} is still in flight; use another extent")
+    async def _wait_for_dirty(self, extents: list[tuple[int, int]], deadline_ns: int | None) -> bool:
+        """Wait until no abandoned write to these extents is in flight; False: the node or the time is gone first."""
+        while True:
+            self._dirty = {extent: i for extent, i in self._dirty.items() if i in self._fetcher.kept}
+            if self._dirty.keys().isdisjoint(extents):
+                return True
+            if self.error is not None or (deadline_ns is not None and time.monotonic_ns() >= deadline_ns):
+                return False
+            self._worker.progress()
+            await asyncio.sleep(_DIRTY_S)
 
     # ---- running a batch in chunks
 

@@ -370,8 +370,8 @@ async def test_cancelling_reads_at_any_point_leaves_the_buffers_alone(client, is
 
 
 async def test_cancelled_writes_block_their_extents_until_they_are_over(client):
-    """Goal: an abandoned write cannot spoil the next one to its extent. Method: cancel writes, write again, read
-    back.
+    """Goal: an abandoned write cannot spoil the next one to its extent. Method: cancel writes, write again at once (it
+    waits), read back; the same after a deadline against a stopped node, where the wait ends at its own deadline.
     """
     length, n = 500_000, 4
     offsets = np.arange(n, dtype="<u8") * np.uint64(1 << 20)
@@ -379,24 +379,59 @@ async def test_cancelled_writes_block_their_extents_until_they_are_over(client):
     old = np.concatenate([pattern(i, length) for i in range(n)])
     new = np.concatenate([pattern(100 + i, length) for i in range(n)])
     zeros = np.zeros(n, "<u2")
+
+    async def written_whole(source):
+        status = await client.data.write(
+            zeros, offsets, *one_piece_each(source, length, n), keep=source, deadline_ns=deadline_after(20)
+        )
+        assert status.tolist() == [WriteStatus.WRITTEN] * n
+        for i in range(n):
+            got = await client.node.call("peek", offset=int(offsets[i]), length=length)
+            assert got == source[i * length : (i + 1) * length].tobytes().hex()
+
     for turns in (0, 1, 2, 5, 10):
         task = asyncio.create_task(client.data.write(zeros, offsets, *one_piece_each(old, length, n), keep=old))
         for _ in range(turns):
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])
-        for _ in range(2000):
-            try:
-                status = await client.data.write(
-                    zeros, offsets, *one_piece_each(new, length, n), deadline_ns=deadline_after(20)
-                )
-                break
-            except UsageError:
-                await asyncio.sleep(0.005)
-        assert status.tolist() == [WriteStatus.WRITTEN] * n
-        for i in range(n):
-            got = await client.node.call("peek", offset=int(offsets[i]), length=length)
-            assert got == pattern(100 + i, length).tobytes().hex()
+        await written_whole(new)
+    client.node.process.send_signal(signal.SIGSTOP)
+    while psutil.Process(client.node.process.pid).status() != psutil.STATUS_STOPPED:
+        await asyncio.sleep(0.001)
+    try:
+        for _ in range(2):
+            status = await client.data.write(
+                zeros, offsets, *one_piece_each(old, length, n), keep=old, deadline_ns=deadline_after(0.2)
+            )
+            assert status.tolist() == [WriteStatus.UNAVAILABLE] * n
+    finally:
+        client.node.process.send_signal(signal.SIGCONT)
+    await written_whole(new)
+    assert client.data.counters()["kept"] == 0
+
+
+async def test_a_small_write_after_an_abandoned_large_one_is_not_overwritten_by_it(client):
+    """Goal: an abandoned write is over before the next one to its extent begins, also where the two travel differently.
+    Method: cancel a write of 8 MiB (rendezvous on shared memory), write 1,000 bytes there at once, look several times.
+    """
+    large, small = pattern(1, 8 << 20), pattern(2, 1000)
+    zero, where = np.zeros(1, "<u2"), np.zeros(1, "<u8")
+    await client.node.call("grant", token=client.token, offsets=[0], capacity=8 << 20)
+    client.worker.inline_wait_ns = 0
+    for turns in (1, 1, 1, 2, 2, 3, 4, 5, 8):
+        task = asyncio.create_task(client.data.write(zero, where, *one_piece_each(large, len(large), 1), keep=large))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        status = await client.data.write(
+            zero, where, *one_piece_each(small, len(small), 1), keep=small, deadline_ns=deadline_after(20)
+        )
+        assert status.tolist() == [WriteStatus.WRITTEN]
+        for _ in range(3):
+            assert await client.node.call("peek", offset=0, length=1000) == small.tobytes().hex(), turns
+            await client.worker.drain(deadline_after(1))
 
 
 async def test_malformed_messages_are_counted_and_kill_nothing(client):
