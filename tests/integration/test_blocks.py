@@ -62,6 +62,33 @@ async def test_a_child_before_its_parent_is_refused(kv: ucxkv.Client) -> None:
         result.raise_for_status()
 
 
+async def test_a_child_put_while_its_parent_is_still_being_put_waits_for_it(kv: ucxkv.Client) -> None:
+    """Goal: a chain may be put by several calls at once, when they begin in order. Method: a slow parent and a fast
+    child, a chain of twenty calls, a batch that continues a batch; a parent whose put is cancelled: ORDER.
+    """
+    parent, child = keys(2)
+    statuses = await asyncio.gather(kv.put(parent, bytes(9 << 20)), kv.put(child, b"c", parent=parent))
+    assert statuses == [PutStatus.STORED] * 2
+    k = keys(20)
+    above = [None, *k[:-1]]
+    sizes = [100_000 if i % 3 else 2 << 20 for i in range(20)]
+    puts = [kv.put(k[i], bytes(sizes[i]), parent=above[i]) for i in range(20)]
+    assert await asyncio.gather(*puts) == [PutStatus.STORED] * 20 and (await kv.match(k)).blocks == 20
+    first, second = keys(4), keys(4)
+    both = await asyncio.gather(
+        kv.put_many(first, blocks(4, 5 << 20), "chain"),
+        kv.put_many(second, blocks(4, 1000), parents=[first[-1], *second[:-1]]),
+    )
+    assert both[0].ok and both[1].ok and (await kv.match(first + second)).blocks == 8
+    gone, orphan = keys(2)
+    doomed = asyncio.create_task(kv.put(gone, bytes(12 << 20)))
+    waiting = asyncio.create_task(kv.put(orphan, b"o", parent=gone))
+    await asyncio.sleep(0)
+    doomed.cancel()
+    assert await waiting is PutStatus.ORDER
+    await kv.delete([child, parent, *k, *first, *second])
+
+
 async def test_the_first_writer_of_a_key_wins(kv: ucxkv.Client, shared_node: NodeProcess) -> None:
     """User voice 13. Method: two clients put one key with different bytes; also one key twice in one call."""
     (key,) = keys(1)

@@ -187,6 +187,44 @@ async def test_each_rank_puts_its_part_of_a_chain_in_one_call(inner: list[Node])
             await kv.aclose()
 
 
+async def test_calls_that_continue_a_chain_find_it_wherever_it_is(inner: list[Node]) -> None:
+    """Goal: several calls for one chain, whatever node is its home. Method: a call whose parent is put by another call
+    that has not returned; each rank puts its part of a chain by three calls, one after the other and at once; no parent
+    of the later calls is visible when they begin.
+    """
+    ranks = [await whole(inner[0].address), await whole(inner[1].address)]
+    try:
+        for name in NAMES:
+            k, b = chain_at(name, 6), blocks(6, 400_000)
+            head, tail = await asyncio.gather(
+                ranks[0].put_many(k[:3], b[:3], "chain"), ranks[0].put_many(k[3:], b[3:], parents=k[2:5])
+            )
+            assert head.ok and tail.ok and (await ranks[1].match(k)).blocks == 6
+            for put_id in (1, 2):
+                k, arrays = chain_at(name, 9), [blocks(9, 1000, 10 + rank) for rank in range(2)]
+                for rank, kv in enumerate(ranks):
+                    calls = [
+                        kv.put_many(
+                            k[at : at + 3],
+                            arrays[rank][at : at + 3],
+                            parents=[ucxkv.ROOT_KEY if at == 0 else k[at - 1], *k[at : at + 2]],
+                            part=Part(rank, 2, put_id),
+                            deadline_s=5,
+                        )
+                        for at in (0, 3, 6)
+                    ]
+                    puts = [await call for call in calls] if put_id == 1 else await asyncio.gather(*calls)
+                    assert all(put.ok for put in puts), (name, rank, [put.status for put in puts])
+                assert (await ranks[0].match(k)).blocks == 9
+                for rank, kv in enumerate(ranks):
+                    into = np.zeros_like(arrays[rank])
+                    got = await kv.get_many(k, into, part=Part(rank, 2))
+                    assert got.hits == 9 and (into == arrays[rank]).all()
+    finally:
+        for kv in ranks:
+            await kv.aclose()
+
+
 async def test_parts_of_two_puts_never_mix(inner: list[Node]) -> None:
     """User voice 13. Method: part 0 of one put, part 1 of another: BUSY until the first is given up; then it works."""
     kv = await whole(inner[0].address)

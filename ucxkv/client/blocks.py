@@ -18,6 +18,7 @@ import numpy as np
 
 from ucxkv import errors
 from ucxkv.buffers import Pieces, RegisteredBuffer, as_destinations, as_source, as_sources
+from ucxkv.client.ordering import PutOrder
 from ucxkv.client.path import NOT_THERE, OTHERWISE, THREAD_BYTES
 from ucxkv.client.reading import plan, read_blocks
 from ucxkv.client.results import (
@@ -77,6 +78,7 @@ class BlockCalls:
         self._on_close: list[Callable[[], Awaitable[None]]] = []
         self._busy = 0
         self._idle = asyncio.Event()
+        self._order = PutOrder()
         self.counts = {
             "gets": 0, "hits": 0, "misses": 0, "stale": 0, "corrupt": 0, "errors": 0,
             "puts": 0, "stored": 0, "bytes_in": 0, "bytes_out": 0,
@@ -117,8 +119,8 @@ class BlockCalls:
         """Store one block; visible to everybody when this returns STORED or ALREADY.
 
         block: a buffer, or a list of buffers that together are the value; borrowed until this returns. parent: the key
-        before it in its chain, None for a root. The first writer of a key wins.
-        Raises UsageError, ValueTooLarge. A full or dead node is a status.
+        before it in its chain, None for a root; a call of this client that still puts it is waited for. The first
+        writer of a key wins. Raises UsageError, ValueTooLarge. A full or dead node is a status.
         """
         self._check()
         deadline_ns = self._deadline(deadline_s)
@@ -126,7 +128,7 @@ class BlockCalls:
         above = ROOT_KEY if parent is None else as_key(parent)
         source = as_source(block)
         fast = self._router.fast
-        if fast is not None and source.is_flat:
+        if fast is not None and source.is_flat and not self._order.puts(above):
             address, nbytes = int(source.addr[0]), int(source.nbytes[0])
             if nbytes <= THREAD_BYTES:
                 self._busy += 1
@@ -193,10 +195,14 @@ class BlockCalls:
     ) -> npt.NDArray[np.uint8]:
         self._busy += 1
         try:
-            if part is None or part.count == 1:
-                status = await put_blocks(self._router, rows, parents, pieces, deadline_ns)
-            else:
-                status = await put_parts(self._router, rows, parents, pieces, part, deadline_ns)
+            call = await self._order.enter(rows, parents, deadline_ns)
+            try:
+                if part is None or part.count == 1:
+                    status = await put_blocks(self._router, rows, parents, pieces, deadline_ns)
+                else:
+                    status = await put_parts(self._router, rows, parents, pieces, part, deadline_ns)
+            finally:
+                self._order.leave(call)
         finally:
             self._leave()
         if not status.any():  # STORED is 0

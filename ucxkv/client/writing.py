@@ -64,7 +64,7 @@ async def _find(router: Router, key: bytes, deadline_ns: int) -> NodeLink | None
                 return link
         except errors.Unavailable:
             continue
-    return router.home_link(key)  # nobody has it: its home will answer ORDER
+    return router.remembered(key) or router.home_link(key)  # nobody has it whole: some of its parts may be out
 
 
 def _rows(keys: KeyRows) -> list[bytes]:
@@ -126,6 +126,8 @@ async def put_parts(
             )
         except errors.Unavailable:
             continue  # stays UNAVAILABLE
+        for key in _rows(keys[index]):
+            router.remember(key, home)  # where its other parts go, and the blocks below it
     return status
 
 
