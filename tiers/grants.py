@@ -4,6 +4,8 @@ Invariants (`check()` verifies them):
 - **A slot that a peer may still write is never given to another.** From `grant` on an extent is held by one connection:
   until that one commits it (`take`), or is closed by a peer that cannot write any more, or, quarantined, until
   `writer_gone` says that its process has ended. While it is held, nobody else can be granted it.
+  Who may still write is for the caller to know (ucxkv/node/session.py); that a peer writes nothing but what it holds is
+  the data service's to see to (transport/service.h), where it has no mapping of its own.
 - A connection holds at most `limit_bytes`. Closed with its writer alive it is granted nothing more; ids are not used
   twice (they are 64-bit and grow).
 - A call that raises has changed nothing.

@@ -2,7 +2,9 @@
 
 Invariants
   - A session's token is given out over the control connection; messages with an unknown one are dropped and counted.
-  - A write lands only within an extent that is granted to its session at that moment.
+  - **A slot that a peer may still write is never given to another**: a write lands only within an extent that is
+    granted to its session at that moment, and the next points say when that is over. This is about WRITE messages; a
+    peer that puts one-sidedly goes around it (docs/decisions.md), which no client of ours does.
   - After `close_session` returned True nothing of that session can write any more: its token is unknown, its grants are
     gone, no receive into an extent is in flight. False (after 5 s, or at the deadline) means that a transfer could
     not be

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 
@@ -20,37 +19,6 @@ from ucxkv.node import Node, NodeConfig
 MIB = 1 << 20
 
 
-class Writer:
-    """A `tests.writer` process."""
-
-    def __init__(self, address: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.writer", address],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            cwd=ROOT,
-            text=True,
-        )
-        assert self.process.stdout is not None and self.process.stdout.readline() == "ready\n"
-
-    def tell(self, command: str) -> str:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
-        return self.process.stdout.readline().strip()
-
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-
 async def number(kv: ucxkv.Client, name: str) -> float:
     """One number of the only node's report."""
     return (await kv.status())[0].numbers[name]
@@ -58,91 +26,6 @@ async def number(kv: ucxkv.Client, name: str) -> float:
 
 async def is_number(kv: ucxkv.Client, name: str, value: float) -> bool:
     return await number(kv, name) == value
-
-
-# ---- writers that vanish
-
-
-async def test_a_writer_killed_between_grant_and_commit_leaves_nothing(node: NodeProcess) -> None:
-    """User voice 14. Method: kill -9 writers that hold grants; another client puts the same key; space is back."""
-    async with ucxkv.connect(node.address) as kv:
-        free = await number(kv, "free_bytes")
-        for _ in range(3):
-            writer = Writer(node.address)
-            assert int(writer.tell("grant 1000000 6")) == 6
-            assert await number(kv, "granted_bytes") >= 6_000_000
-            writer.end()
-            await wait_until(lambda: is_number(kv, "granted_bytes", 0), "the grants are back")
-        for name in ("quarantined_bytes", "vanished_writers"):
-            await wait_until(lambda name=name: is_number(kv, name, 0), f"{name} is 0")
-        assert await number(kv, "free_bytes") == free and await number(kv, "connections") == 1
-        assert await kv.put(keys(1)[0], bytes(1_000_000)) is PutStatus.STORED
-
-
-async def test_extents_of_a_writer_that_still_lives_are_not_reused(node: NodeProcess) -> None:
-    """Goal: quarantine. Method: a writer closes without Bye, is stopped, wakes and scribbles; others fill the tier."""
-    async with ucxkv.connect(node.address) as kv:
-        writer = Writer(node.address)
-        try:
-            assert int(writer.tell("grant 100000 60")) == 60
-            assert writer.tell("close") == "closed"
-            await wait_until(lambda: is_number(kv, "granted_bytes", 0), "the connection's end is seen")
-            assert await number(kv, "quarantined_bytes") >= 6_000_000 and await number(kv, "vanished_writers") == 1
-            writer.signal(signal.SIGSTOP)
-            k, b = keys(500), blocks(500, 100_000)
-            assert (await kv.put_many(k, b)).ok  # most of the tier, some of it more than once
-            writer.signal(signal.SIGCONT)
-            assert writer.tell("scribble") == "done"
-            into = np.zeros_like(b)
-            got = await kv.get_many(k, into)
-            hit = got.status == ReadStatus.HIT
-            assert hit.sum() > 300 and (into[hit] == b[hit]).all()
-            assert set(got.status.tolist()) == {ReadStatus.HIT, ReadStatus.MISS} or hit.all()
-            assert kv.stats()["corrupt"] == 0, "a vanished writer's memory was given to another"
-            assert await number(kv, "quarantined_bytes") >= 6_000_000
-        finally:
-            writer.end()
-        await wait_until(lambda: is_number(kv, "quarantined_bytes", 0), "the process has ended")
-        assert await number(kv, "vanished_writers") == 0
-
-
-async def test_sixteen_writers_of_one_key_some_killed(node: NodeProcess) -> None:
-    """User voice 13. Method: 8 processes and 8 clients put one key at once, some are killed; one wins whole."""
-    writers = await asyncio.gather(*(asyncio.to_thread(Writer, node.address) for _ in range(8)))
-    clients = [await ucxkv.connect(node.address) for _ in range(8)]
-    kv = clients[0]
-    try:
-        for writer in writers:
-            writer.tell("grant 50000 2")
-            writer.tell("scribble")
-        for round_ in range(2):
-            (key,) = keys(1)
-            asked = [asyncio.to_thread(writer.tell, f"put {key.hex()}") for writer in writers[4:]]
-            asked_here = [client.put(key, bytes([i]) * 50_000) for i, client in enumerate(clients)]
-            for writer in writers[round_ * 2 : round_ * 2 + 2]:
-                assert writer.process.stdin is not None
-                writer.process.stdin.write(f"put {key.hex()}\n")
-                writer.process.stdin.flush()
-                writer.signal(signal.SIGKILL)
-            outside, inside = await asyncio.gather(*asked), await asyncio.gather(*asked_here)
-            said = [PutStatus(int(answer)) for answer in outside] + inside
-            assert set(said) <= {PutStatus.STORED, PutStatus.ALREADY} and said.count(PutStatus.STORED) <= 1
-            value = await kv.get(key)
-            assert await kv.exists(key) and value is not None and value == value[:1] * 50_000
-            if PutStatus.STORED in inside:
-                assert value[0] == inside.index(PutStatus.STORED)
-            for client in clients:
-                assert await client.get(key) == value and await client.put(key, b"other") is PutStatus.ALREADY
-    finally:
-        for writer in writers:
-            writer.end()
-        for client in clients[1:]:
-            await client.aclose()
-    await wait_until(lambda: is_number(kv, "connections", 1), "all sessions are gone")
-    kv._router.sole.putter.return_grants()
-    for name in ("granted_bytes", "quarantined_bytes", "vanished_writers"):
-        await wait_until(lambda name=name: is_number(kv, name, 0), f"{name} is 0")
-    await kv.aclose()
 
 
 # ---- leases and reuse

@@ -64,8 +64,7 @@ class Greeter:
         if session.hello_wants_memory:
             if session.host != host_identity() or not session.connection.is_unix:
                 raise errors.UsageError("memory is handed to processes of the same host only, over the Unix socket")
-            session.has_memory = session.watch_process()
-            if not session.has_memory:
+            if not session.watch_process():
                 raise errors.Unavailable("the caller's process cannot be watched from here (another pid namespace?)")
         session.state = SessionState.OPEN
         return self._welcome(session)

@@ -220,10 +220,25 @@ class Node:
             return
         if session.role == "node":
             self.peers.session_ended(session.id)
+        may_write = before is SessionState.OPEN and session.writes_alone
         if self.service.serves(session.id):
-            self.spawn(self._end_data(session))
-            return
-        may_write = before is SessionState.OPEN and session.has_memory
+            self.spawn(self._end_data(session, may_write))
+        else:
+            self._end_grants(session, may_write)
+
+    async def _end_data(self, session: Session, may_write: bool) -> None:
+        """Close a session's data path; what could still be written through it stays out of use."""
+        try:
+            is_clean = await self.service.close_session(session.id)
+        except BaseException:  # the node closes, and its memory goes with it
+            session.close_pidfd()
+            raise
+        if not is_clean:
+            log.error("session.stuck", name=session.name, session=session.id)
+        self._end_grants(session, may_write or not is_clean)
+
+    def _end_grants(self, session: Session, may_write: bool) -> None:
+        """What a session that ended was granted is free, or waits for the end of its process."""
         quarantined = self.store.close_session(session.id, may_still_write=may_write, now_ns=time.monotonic_ns())
         log.debug("session.end", name=session.name, pid=session.pid, quarantined_bytes=quarantined)
         if quarantined and session.pidfd >= 0 and self._is_open:
@@ -281,18 +296,10 @@ class Node:
         if answer is None or not connection.is_open:
             return
         if message.request_id:
-            fds = self.store.memory_fds() if isinstance(answer, m.Welcome) and session.has_memory else ()
+            fds = self.store.memory_fds() if isinstance(answer, m.Welcome) and session.hello_wants_memory else ()
             connection.reply(message, answer.CODE, encode(answer), fds=fds)
         if isinstance(answer, m.Failure) and not session.is_open:
             self._loop.call_later(0.2, connection.abort)  # the handshake failed; let the answer arrive
-
-    async def _end_data(self, session: Session) -> None:
-        """Close a message session's data path; what it could still write stays out of use."""
-        is_clean = await self.service.close_session(session.id)
-        self.store.close_session(session.id, may_still_write=not is_clean, now_ns=time.monotonic_ns())
-        if not is_clean:
-            log.error("session.stuck", name=session.name, session=session.id)
-        session.close_pidfd()
 
     def spawn(self, work: Coroutine[object, object, None]) -> None:
         """Run this until the node ends."""

@@ -60,7 +60,7 @@ class Requests:
                 self._later(message, session, self._put_foreign(session, request))
                 return None
             case m.PutPart():
-                self._revoke(session, request.offsets)
+                self._revoke(session.id, request.offsets)
                 return self._store.put_part(session.id, request, None, now_ns)
             case m.OpenData():
                 self._later(message, session, self._open_data(session, request))
@@ -105,6 +105,9 @@ class Requests:
             case m.Adopt():
                 if not any(member.name == session.name for member in self._node.peers.members()):
                     raise errors.Unavailable("this node has no link back, so it would not see the asker's end")
+                if request.session not in self._node.sessions:  # it ended, or is about to: its extents wait for that
+                    return m.Statuses(status=b"\1" * (len(request.offsets) // 8))
+                self._revoke(request.session, request.offsets)
                 return self._store.adopt(session.name, request)
             case m.Surrender():
                 self._store.surrendered(session.name, request)
@@ -146,7 +149,7 @@ class Requests:
         return answer
 
     def _put(self, session: Session, request: m.Put, now_ns: int) -> m.PutDone:
-        self._revoke(session, request.offsets)
+        self._revoke(session.id, request.offsets)
         answer = self._store.put(session.id, request, now_ns)
         self._lend(session, answer.refill_capacity, answer.refill_offsets)
         return answer
@@ -155,9 +158,9 @@ class Requests:
         if self._service.serves(session.id):
             self._service.grant(session.id, np.frombuffer(offsets, np.uint64).tolist(), capacity)
 
-    def _revoke(self, session: Session, offsets: bytes) -> None:
+    def _revoke(self, session: int, offsets: bytes) -> None:
         """Before extents of a message session get a new meaning: it writes them no more."""
-        if self._service.revoke(session.id, offsets):
+        if self._service.revoke(session, offsets):
             raise errors.UsageError("these extents are still being written; commit after the writes were answered")
 
     def _take_back(self, session: Session, offsets: bytes) -> None:
@@ -171,6 +174,13 @@ class Requests:
             self._loop.call_later(_BUSY_S, self._take_back, session, busy)
 
     async def _open_data(self, session: Session, request: m.OpenData) -> Message:
+        if not session.is_open:  # it ended before its turn came: nobody would close what is opened now
+            raise errors.Unavailable("the connection has ended")
+        if not request.is_peer_mode and not session.watch_process():
+            raise errors.Unavailable(
+                "the caller's process cannot be watched from here (another host or pid namespace?), and its end is the "
+                'only end of a data path without error handling; use path="network"'
+            )
         return await self._service.open_session(session.id, request, time.monotonic_ns() + 5_000_000_000)
 
     def _spawn_reclaim(self, node_id: int, nbytes: int) -> None:

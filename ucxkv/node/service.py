@@ -84,9 +84,11 @@ class Service:
         return session in self._sessions
 
     async def open_session(self, session: int, request: m.OpenData, deadline_ns: int) -> m.DataOpened:
-        """Let a session in; its client's worker is at `request.address`. Raises SetupError, Unavailable."""
+        """Let a session in; its client's worker is at `request.address`. Raises SetupError, Unavailable, UsageError."""
         if self._data is None:
             raise errors.SetupError(f"the message path of this node is off: {self.why_off}")
+        if session in self._sessions:
+            raise errors.UsageError("the data path of this connection is open already")
         self._sessions.add(session)
         try:
             if request.client_id:

@@ -5,10 +5,14 @@
     OPEN --Bye--> LEAVING                          in good order: nothing of its process writes any more
     any --end of stream--> CLOSED
 
-Only an OPEN session is answered anything but the handshake. A session that ends without Bye and whose process had the
-segments mapped may still write into its extents: they stay quarantined until that process has ended (pidfd), since
-a slot
-that a peer may still write is never given to another.
+Only an OPEN session is answered anything but the handshake.
+
+**A slot that a peer may still write is never given to another.** A session writes alone (`writes_alone`) when its
+process can reach granted memory without any code of this node: it mapped the segments, or it has a remote key and a
+lane on this host, which UCX cannot close by force. When such a session ends without Bye its extents stay quarantined
+until its process has ended, by the kernel's word (pidfd): a stopped process may wake and write at any time. With Bye
+the process says that nothing of it writes any more. Every other session writes by messages only, which the data
+service checks against its grants; its extents are free once that session is closed there.
 """
 
 from __future__ import annotations
@@ -40,7 +44,6 @@ class Session:
     __slots__ = (
         "caller_nonce",
         "connection",
-        "has_memory",
         "hello_wants_memory",
         "host",
         "id",
@@ -50,6 +53,7 @@ class Session:
         "pidfd",
         "role",
         "state",
+        "writes_alone",
     )
 
     def __init__(self, connection: ControlConnection) -> None:
@@ -61,7 +65,7 @@ class Session:
         self.host = ""
         self.pid = 0
         self.pidfd = -1
-        self.has_memory = False
+        self.writes_alone = False
         self.hello_wants_memory = False
         self.nonce = b""
         self.caller_nonce = b""
@@ -72,7 +76,12 @@ class Session:
         return self.state is SessionState.OPEN
 
     def watch_process(self) -> bool:
-        """Open a pidfd of the peer's process, known by the kernel's word; False when it cannot be watched."""
+        """Let the session write alone: open a pidfd of the peer's process, known by the kernel's word.
+
+        False when the process cannot be watched; then it must be given no memory and no remote key. Idempotent.
+        """
+        if self.writes_alone:
+            return True
         who = self.connection.peer_credentials
         if who is None or who.pid <= 0:
             return False
@@ -81,6 +90,7 @@ class Session:
         except OSError:
             return False
         self.pid = who.pid
+        self.writes_alone = True
         return True
 
     def close_pidfd(self) -> None:
