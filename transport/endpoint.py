@@ -24,7 +24,7 @@ from . import library
 from .base import Closed, PeerLost, TransportError, UsageError
 from .memory import MemoryRegion, RemoteKey
 from .progress import Worker
-from .ucx import error_from_status
+from .ucx import checked_address, error_from_status
 
 __all__ = ["SEND_EAGER", "SEND_RENDEZVOUS", "Endpoint", "Listener"]
 
@@ -54,9 +54,8 @@ class Endpoint:
     @classmethod
     def connect(cls, worker: Worker, address: bytes, *, is_peer_mode: bool) -> Endpoint:
         """An endpoint to the worker with this address. Raises PeerLost, UcxError, UsageError (too many endpoints)."""
-        if len(address) < 8:
-            raise UsageError(f"a worker address of {len(address)} bytes")
-        return cls._make(worker, is_peer_mode, "connecting to a worker address", "address", address)
+        checked = checked_address(address)
+        return cls._make(worker, is_peer_mode, "connecting to a worker address", "address", checked)
 
     @classmethod
     def connect_socket(cls, worker: Worker, host: str, port: int, *, is_peer_mode: bool = True) -> Endpoint:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from . import library
 from .base import Closed, DeadlineExceeded, ForkGuard, PeerLost, TransportError, UsageError, remaining_s
 from .memory import MemoryRegion
-from .ucx import Context, error_from_status
+from .ucx import Context, checked_address, error_from_status
 
 __all__ = ["DataCounters", "DataService", "GrantStatus"]
 
@@ -144,7 +144,9 @@ class DataService:
         is_peer_mode: UCX's error mode, the same as the client's; is_eager_only: refuse writes by rendezvous, which over
         TCP could land after the session's end. Raises UsageError (too many, or the token is in use), PeerLost.
         """
-        status = await self._command(_OPEN, token, client_address, is_peer_mode, is_eager_only, deadline_ns)
+        status = await self._command(
+            _OPEN, token, checked_address(client_address), is_peer_mode, is_eager_only, deadline_ns
+        )
         if status == -18:
             raise UsageError(f"session {token:#x} is open already")
         if status != 0:

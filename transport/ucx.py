@@ -16,7 +16,7 @@ from . import library
 from .base import Closed, ForkGuard, PeerLost, SetupFailed, TransportError, UcxError, UsageError
 from .topology import read_topology
 
-__all__ = ["DEFAULT_SETTINGS", "SAME_HOST_TRANSPORTS", "Context", "error_from_status"]
+__all__ = ["DEFAULT_SETTINGS", "SAME_HOST_TRANSPORTS", "Context", "checked_address", "error_from_status"]
 
 DEFAULT_SETTINGS: Mapping[str, str] = {
     "TCP_TX_SEG_SIZE": "256k",  # 8 KiB by default: 0.85 instead of 3 to 5 GB/s over TCP
@@ -42,7 +42,20 @@ _LOST = frozenset(
     (-3, -6, -13, -20, -23, -24, -25)
 )  # I/O error, unreachable, timed out, rejected, not connected, reset
 _FAILURES = range(-89, -39)  # link and endpoint failures, endpoint timeout
+_ADDRESS_BYTES_MIN, _ADDRESS_BYTES_MAX = 10, 16384
+_ADDRESS_VERSIONS = (0, 1)  # low half of the first byte: UCX's formats v1 and v2
 _BAD_POSIX_SEGMENT = re.compile(r"(\d+)([kKmM]?)")
+
+
+def checked_address(address: bytes) -> bytes:
+    """A worker address that a peer sent, fit for UCX, which takes no length and ends the process where it finds a
+    version that it does not know. Followed by zeros, so that one that was cut is not read on into other memory.
+
+    Raises UsageError. UCX trusts the rest of it: whoever may send one must be trusted as far.
+    """
+    if not _ADDRESS_BYTES_MIN <= len(address) <= _ADDRESS_BYTES_MAX or address[0] & 0x0F not in _ADDRESS_VERSIONS:
+        raise UsageError(f"{len(address)} bytes that are no worker address of UCX ({address[:1].hex()}...)")
+    return address + bytes(_ADDRESS_BYTES_MAX - len(address))
 
 
 def error_from_status(status: int, what: str) -> TransportError:

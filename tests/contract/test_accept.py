@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import time
 
 import numpy as np
@@ -16,7 +17,7 @@ import ucxkv
 from tests.harness import wait_until
 from tests.transport.native import address_of
 from ucxkv.node import Node, NodeConfig
-from ucxkv.transport.base import PeerLost, UsageError
+from ucxkv.transport.base import PeerLost, TransportError, UsageError
 from ucxkv.transport.data import DataClient
 from ucxkv.transport.endpoint import Endpoint
 from ucxkv.transport.memory import MemoryRegion
@@ -166,6 +167,37 @@ async def test_a_write_under_the_token_of_a_session_that_is_awaited_is_dropped()
         await worker.aclose()
         service.close()
         memory.close()
+
+
+async def test_bytes_that_are_no_worker_address_are_refused_and_not_given_to_ucx() -> None:
+    """Goal: UCX ends the process on an address of a version that it does not know. Method: the addresses that a client
+    sends to a node, and a node to its client: empty, cut, too long, of another version, and hundreds of spoilt ones.
+    """
+    rng = random.Random(5)
+    with Context() as served, Context(is_shared=False) as context:
+        service = DataService(served, *_nothing())
+        worker = Worker(context)
+        good = worker.address
+        for bad in (b"", good[:4], bytes([good[0] ^ 2]) + good[1:], b"\xff" * 200, good + bytes(20_000)):
+            with pytest.raises(UsageError):
+                await service.open_session(9, bad, is_peer_mode=True, is_eager_only=True)
+            with pytest.raises(UsageError):
+                Endpoint.connect(worker, bad, is_peer_mode=True)
+        for token in range(100, 400):
+            spoilt = bytearray(good[: rng.randrange(10, len(good) + 1)])
+            for _ in range(rng.randrange(3)):
+                spoilt[rng.randrange(1, len(spoilt))] = rng.randrange(256)
+            try:
+                await service.open_session(token, bytes(spoilt), is_peer_mode=True, is_eager_only=True)
+            except TransportError:
+                continue
+            await service.close_session(token)
+        await service.open_session(1, good, is_peer_mode=True, is_eager_only=True)
+        client = DataClient(worker, Endpoint.connect(worker, service.address, is_peer_mode=True), 1)
+        assert (await client.lookup(bytes(range(1, 17))))["status"].tolist() == [1]
+        await client.aclose()
+        await worker.aclose()
+        service.close()
 
 
 _EMPTY = np.zeros(2, "<u8")  # a table of tests/native/resolver.c: no blocks, no delay
