@@ -1,13 +1,14 @@
 #!/usr/bin/env python
-"""Fuzz the control protocol: random and spoilt payloads into the decoder, and messages into a whole node.
+"""Fuzz the control protocol: frames, payloads, handshakes, and whole sessions with a node.
 
     python scripts/fuzz_protocol.py --seconds 300
 
-Half of the time payloads go into `decode`, which may raise MessageError and nothing else. The other half whole sessions
-go through a socket pair into a node of this process: handshakes, well-formed messages of every type with keys and
-extents that exist or almost do, spoilt payloads, broken frames. The node must answer or end the connection, its loop
-must see no exception, and its store's invariants must hold. Prints what was run; exit code 1, and the seed, on a
-finding. The same seed replays the same inputs.
+Payloads go into `decode`, which may raise MessageError and nothing else; streams of frames, in pieces, into the frame
+decoder; callers with and without the token to a node that has one; and dials to nodes that lie (fuzz_handshake.py).
+Half of the time whole sessions go through a socket pair into a node of this process: handshakes, well-formed messages
+of every type with keys and extents that exist or almost do, data paths that are opened, spoilt payloads, broken frames.
+The node must answer or end the connection, its loop must see no exception, and its store's invariants must hold. Prints
+what was run; exit code 1, and the seed, on a finding. The same seed replays the same inputs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import random
 import socket
 import sys
@@ -24,6 +26,7 @@ import traceback
 from typing import Any, get_args, get_origin, get_type_hints
 
 import structlog
+from fuzz_handshake import TOKEN, fuzz_dials, fuzz_frames, fuzz_greetings
 
 from ucxkv.dial import host_identity
 from ucxkv.node import Node, NodeConfig
@@ -52,6 +55,7 @@ _BUSY = (
     m.Touch,
     m.Return,
     m.Damaged,
+    m.OpenData,
 )
 _ONE_WAY = {kind.CODE for kind in (m.Touch, m.Return, m.Damaged, m.Release, m.Surrender)}
 _SESSIONS_A_NODE = 300
@@ -99,6 +103,9 @@ class Generator:
             values.update(length=rng.choice((0, 1, 100, 4096, 100_000)), count=rng.randrange(8))
         if kind in (m.Put, m.PutPart) and rng.random() < 0.8:
             values.update(parts=2, part=rng.randrange(2), owner=0) if kind is m.PutPart else None
+        if kind is m.OpenData:  # what is inside an address is UCX's to read; see transport.ucx.checked_address
+            address = rng.choice((b"", rng.randbytes(5), bytes([rng.randrange(256) | 2]) + rng.randbytes(100)))
+            values.update(address=address, client_id=rng.choice((0, 1, 2, rng.randrange(1 << 64))))
         if kind is m.Put and rng.random() < 0.8:
             values.update(refill_length=rng.choice((0, 100, 4096)))
         return kind(**values)
@@ -170,14 +177,15 @@ class NodeFuzzer:
         self.messages = self.sessions = self.nodes = self.stored = 0
         self.failures: list[str] = []
 
-    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Exception handler of the loop."""
         error = context.get("exception")
         lines = traceback.format_exception(error) if error is not None else []
         self.failures.append(f"{context.get('message')}\n{''.join(lines)}")
 
     async def run(self, seconds: float) -> None:
         """Fresh nodes, each with some hundred sessions, until the time is over or something is found."""
-        asyncio.get_running_loop().set_exception_handler(self._failed)
+        asyncio.get_running_loop().set_exception_handler(self.failed)
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.failures:
             config = NodeConfig(
@@ -185,7 +193,7 @@ class NodeFuzzer:
                 slots_count=512,
                 listen="127.0.0.1:0",
                 host_bytes=4 << 20,
-                message_path=False,
+                message_path=self.nodes % 3 == 2,
                 connections_max=64,
                 grace_ms=1,
             )
@@ -256,28 +264,45 @@ class NodeFuzzer:
         self.generator.extents += [int.from_bytes(offsets[i : i + 8], "little") for i in range(0, len(offsets), 8)]
 
 
+async def fuzz_handshakes(fuzzer: NodeFuzzer, seed: int, seconds: float) -> tuple[int, int, int]:
+    """Greetings at a node with a token, then dials to liars: how many of each, and how many mappings came of it."""
+    asyncio.get_running_loop().set_exception_handler(fuzzer.failed)
+    async with Node(
+        NodeConfig(name="fuzz", listen="127.0.0.1:0", host_bytes=4 << 20, message_path=False, token=TOKEN)
+    ) as node:
+        greeted = await fuzz_greetings(node, seed, seconds / 2)
+    generator = fuzzer.generator
+    return greeted, *await fuzz_dials(seed, seconds / 2, generator.spoil, generator.message)
+
+
 def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0, help="how long in all (default 20)")
     parser.add_argument("--seed", type=int, default=None, help="replay: the seed that was printed")
     options = parser.parse_args()
+    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     print(f"seed {seed}", flush=True)
-    started = time.monotonic()
+    started, share = time.monotonic(), options.seconds
     fuzzer = NodeFuzzer(seed)
     try:
-        decoded = fuzz_decoder(seed, options.seconds / 2)
-        asyncio.run(fuzzer.run(options.seconds / 2))
+        decoded = fuzz_decoder(seed, share * 0.15)
+        frames = fuzz_frames(seed, share * 0.1)
+        asyncio.run(fuzzer.run(share * 0.5))
+        if not fuzzer.failures:
+            greeted, dialed, mapped = asyncio.run(fuzz_handshakes(fuzzer, seed, share * 0.25))
     except Exception:
         traceback.print_exc()
         print(f"FOUND something: run again with --seed {seed}", file=sys.stderr)
         return 1
-    print(
-        f"{time.monotonic() - started:.0f} s: {decoded} payloads decoded, {fuzzer.messages} messages in "
-        f"{fuzzer.sessions} sessions with {fuzzer.nodes} nodes, {fuzzer.stored} blocks stored"
-    )
+    if not fuzzer.failures:
+        print(
+            f"{time.monotonic() - started:.0f} s, 0 findings: {decoded} payloads and {frames} frames decoded, "
+            f"{fuzzer.messages} messages in {fuzzer.sessions} sessions with {fuzzer.nodes} nodes, {fuzzer.stored} "
+            f"blocks stored, {greeted} greetings, {dialed} dials, {mapped} mappings"
+        )
     for failure in fuzzer.failures:
         print(failure, file=sys.stderr)
     if fuzzer.failures:

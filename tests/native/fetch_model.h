@@ -92,6 +92,7 @@ FUZZ_QUIET static void check_all(void) {
             uint8_t now = r->values[v].status;
             CHECK(q->seen[v] == KV_PENDING || q->seen[v] == now);
             q->seen[v] = now;
+            CHECK(!r->values[v].is_receiving || now == KV_PENDING); /* answered: nothing is still coming for it */
             left += now == KV_PENDING;
         }
         for (const double_request *d = dbl.pending; d != NULL; d = d->next) {

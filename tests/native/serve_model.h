@@ -104,6 +104,8 @@ FUZZ_QUIET static void check_all(void) {
         /* a parked read is looked at again: something is on its way, or it stands in the queue */
         CHECK(parked == 0 || session->is_lost || session->sends != 0 || session->is_waiting);
     }
+    for (const kv_session *session = s->waiting; session != NULL; session = session->waiting)
+        CHECK(session->is_waiting && kv_session_find(s, session->token) == session);
     for (const kv_session *session = s->closing; session != NULL; session = session->next) open++;
     CHECK(open == s->sessions_count && open <= KV_MAX_SESSIONS && open == s->counters.sessions);
 }

@@ -20,7 +20,7 @@ import numpy as np
 from ucxkv import errors
 from ucxkv.client.path import THREAD_BYTES, U8, U16, U64, ReadInto, chunk_bounds, pieces_iov
 from ucxkv.client.results import PathKind
-from ucxkv.directory import CancelFlag, ReadStatus, SlotReader
+from ucxkv.directory import CancelFlag, ReadStatus, SlotReader, SlotTableError
 from ucxkv.tiers import copy as tier_copy
 from ucxkv.tiers.segments import MappedSegment
 
@@ -51,10 +51,14 @@ class MappedPath:
         self._foreign: dict[int, tuple[MappedSegment, memoryview]] = {}  # the view keeps the pages while it is here
         self._retired: list[memoryview] = []  # unmapped while a thread was reading
         try:
+            own = [info for info in welcome.regions if info.node_id == welcome.node_id]
+            if len(fds) != 1 + len(own):
+                raise SlotTableError(f"{len(fds)} descriptors for a table and {len(own)} segments")
             self._table = MappedSegment(fds[0], welcome.table_bytes, writable=False)
             self._reader = SlotReader(self._table.view)
-            own = [info for info in welcome.regions if info.node_id == welcome.node_id]
             for info, fd in zip(own, fds[1:], strict=True):
+                if info.region >= self._reader.max_regions:
+                    raise SlotTableError(f"region {info.region} is not below {self._reader.max_regions}")
                 segment = MappedSegment(fd, info.size_bytes, writable=True)
                 self.segments.append(segment)
                 self._reader.map_region(info.region, segment.address, segment.size_bytes)
