@@ -63,7 +63,7 @@ check_service() {
   wheel="$("${PYTHON:-python3}" -c 'import importlib.util as u; print(u.find_spec("libucx").submodule_search_locations[0])' \
     2>/dev/null)" || { echo "== service: skipped, ${PYTHON:-python3} has no libucx (pip install libucx-cu12)"; return 0; }
   UCX_MEM_EVENTS=n TSAN_OPTIONS="$TSAN_OPTIONS:ignore_noninstrumented_modules=1" \
-    driver service 100 tests/native/service_check.c "${sources[@]}" -Itransport -isystem "$wheel/include" \
+    driver service 250 tests/native/service_check.c "${sources[@]}" -Itransport -Itiers -isystem "$wheel/include" \
     -L"$wheel/lib" -Wl,-rpath,"$wheel/lib" -lucp -lucs
 }
 

@@ -1,92 +1,20 @@
-/* service_check.c: the data service and its client under sanitizers: `service_check SEED ROUNDS`.
+/* service_check.c: the data service and its client on the real UCX, under sanitizers: `service_check SEED ROUNDS`.
  *
- * One process: the service's own thread, the client in the main thread, and a third thread that grants, revokes and reads
- * counters all the time. Rounds of look-ups, reads (every way, pieces, misses, abandoned ones), writes (granted and not),
- * malformed messages, and sessions that end in the middle. Bytes are compared.
+ * One process: the service's own thread, the client in the main thread, and a third thread that grants and revokes extents,
+ * the client's own among them, all the time. Rounds of look-ups, reads (every way, pieces, misses, abandoned ones), writes
+ * (granted and not, and into extents that are being taken away), malformed messages, and sessions that end in the middle;
+ * first over TCP (fragments, PEER mode), then over shared memory (rendezvous, received in place, NONE mode). Bytes are
+ * compared; an extent whose revocation was confirmed must keep what is put there.
  */
-#include <poll.h>
-#include <stdio.h>
-#include <unistd.h>
-
-#include "fetch.h"
-#include "service.h"
-
-#define CHECK(condition)                                                                         \
-    do {                                                                                         \
-        if (!(condition)) {                                                                      \
-            fprintf(stderr, "service_check: line %d: %s does not hold\n", __LINE__, #condition); \
-            abort();                                                                             \
-        }                                                                                        \
-    } while (0)
-
-/* declared in cdef.h for Python only */
-int32_t kv_context_open(const char *const *, const char *const *, size_t, int, ucp_context_h *, uint32_t *);
-void kv_context_close(ucp_context_h);
-int32_t kv_worker_open(ucp_context_h, uint32_t, uint64_t, kv_worker **);
-void kv_worker_close(kv_worker *);
-int64_t kv_worker_address(kv_worker *, void *, size_t);
-uint32_t kv_progress(kv_worker *, uint64_t);
-void kv_ring_release(kv_worker *, uint32_t);
-int32_t kv_memory_map(ucp_context_h, uint64_t, uint64_t, ucp_mem_h *, uint64_t *);
-int32_t kv_memory_unmap(ucp_context_h, ucp_mem_h);
-int32_t kv_endpoint_from_address(kv_worker *, const void *, int, kv_endpoint **);
-int32_t kv_endpoint_close(kv_endpoint *, int);
-int kv_endpoint_is_closed(kv_endpoint *);
-void kv_endpoint_free(kv_endpoint *);
-int32_t kv_message_send(kv_endpoint *, uint32_t, const void *, size_t, size_t, const kv_iov *, uint32_t, ucp_mem_h, uint64_t,
-                        uint64_t);
-int32_t kv_service_open(ucp_context_h, uint64_t, uint64_t, uint64_t, kv_service **);
-void kv_service_close(kv_service *);
-int kv_service_result_fd(kv_service *);
-size_t kv_service_address(kv_service *, void *, size_t);
-int32_t kv_service_lend(kv_service *, uint32_t, uint64_t, uint64_t, ucp_mem_h);
-int32_t kv_service_command(kv_service *, int, uint64_t, uint64_t, const void *, size_t, int, int);
-size_t kv_service_results(kv_service *, size_t, uint64_t *, uint64_t *, int32_t *);
-void kv_service_grant(kv_service *, uint64_t, size_t, const uint16_t *, const uint64_t *, const uint64_t *, uint8_t *);
-void kv_service_revoke(kv_service *, uint64_t, size_t, const uint16_t *, const uint64_t *, uint8_t *);
-void kv_service_counters(kv_service *, uint64_t *);
-int32_t kv_fetcher_open(kv_worker *, kv_fetcher **);
-void kv_fetcher_close(kv_fetcher *);
-void kv_fetcher_counters(const kv_fetcher *, uint64_t *);
-int32_t kv_fetch_read(kv_fetcher *, kv_endpoint *, uint64_t, uint64_t, uint32_t, const uint8_t *, const uint32_t *,
-                      const uint64_t *, const uint64_t *, uint32_t, uint64_t, ucp_mem_h, uint64_t);
-int32_t kv_fetch_lookup(kv_fetcher *, kv_endpoint *, uint64_t, uint64_t, uint32_t, const uint8_t *, uint64_t);
-int32_t kv_fetch_write(kv_fetcher *, kv_endpoint *, uint64_t, uint64_t, uint32_t, const uint32_t *, const uint64_t *,
-                       const uint64_t *, const uint16_t *, const uint64_t *, uint32_t, ucp_mem_h, uint64_t);
-int64_t kv_fetch_take(kv_fetcher *, uint64_t, uint8_t *, uint64_t *, uint64_t *, kv_found *, uint32_t *);
-void kv_fetch_endpoint_gone(kv_fetcher *, kv_endpoint *);
-
-const char *__lsan_default_suppressions(void) { return "leak:libucs\nleak:libucp\nleak:libuct\nleak:libucm\n"; }
+#include "service_calls.h"
 
 enum { BLOCKS = 64, SLOT = 1 << 16, KEYS = 16, EXTENTS = 32 };
 static uint8_t *segment;
-static uint64_t lengths[BLOCKS];
+static uint64_t lengths[BLOCKS], sums[BLOCKS];
 static kv_service *service;
 static _Atomic int is_over;
-static uint64_t state;
-
-static uint64_t next(void) {
-    uint64_t z = (state += 0x9E3779B97F4A7C15ull);
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
-    return z ^ z >> 27;
-}
-
-/* Any sum will do; both sides use this one. Not instrumented: it would take most of the time. */
-__attribute__((no_sanitize("thread", "address", "undefined"))) static uint64_t sum(const void *bytes, size_t n) {
-    uint64_t total = n, word;
-    size_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        memcpy(&word, (const uint8_t *)bytes + i, 8);
-        total = total * 0x9E3779B97F4A7C15ull + word;
-    }
-    for (; i < n; i++) total = total * 31 + ((const uint8_t *)bytes)[i];
-    return total;
-}
-
-__attribute__((no_sanitize("thread"))) static void fill(uint8_t *at, uint64_t n, uint64_t seed) {
-    for (uint64_t k = 0; k < n; k++) at[k] = (uint8_t)(k * 13 + seed);
-}
-
+static _Atomic uint64_t own_token; /* of the client's session, for the meddler */
+static int is_tcp;
 static size_t resolve(void *ctx, size_t n, const uint8_t *keys, kv_found *out) {
     (void)ctx;
     for (size_t i = 0; i < n; i++) {
@@ -97,31 +25,42 @@ static size_t resolve(void *ctx, size_t n, const uint8_t *keys, kv_found *out) {
         if (number >= BLOCKS) continue;
         out[i].addr = (uint64_t)(uintptr_t)segment + number * SLOT;
         out[i].length = lengths[number];
-        out[i].sum = sum((void *)(uintptr_t)out[i].addr, lengths[number]);
+        out[i].sum = sums[number];
         out[i].generation = number + 1;
         out[i].status = KV_HIT;
     }
     return n;
 }
 
-static void *meddler(void *arg) { /* grants and revokes the upper extents of nobody's session */
+/* Grants and revokes extents above those of write_round: to the client's session, to sessions that do not exist. An extent
+ * that came back is this thread's to write until it is granted again; nobody else does. */
+static void *meddler(void *arg) {
+    uint64_t seed = 99, confirmed = 0;
     (void)arg;
-    uint64_t seed = 99;
     while (!is_over) {
         uint16_t region[4] = {0};
         uint64_t offset[4], capacity[4], counters[15];
-        uint8_t out[4];
+        uint8_t out[4], granted[4];
+        seed = seed * 6364136223846793005ull + 1442695040888963407ull;
+        uint64_t token = seed >> 40 & 1 ? own_token : 5;
         for (int i = 0; i < 4; i++) {
-            seed = seed * 6364136223846793005ull + 1442695040888963407ull;
-            offset[i] = (BLOCKS + EXTENTS + (seed >> 33) % 32) * (uint64_t)SLOT;
+            offset[i] = (BLOCKS + EXTENTS + ((seed >> 33) + i * 7) % 32) * (uint64_t)SLOT;
             capacity[i] = SLOT;
         }
-        kv_service_grant(service, 5 + seed % 2, 4, region, offset, capacity, out);
-        kv_service_revoke(service, 5 + seed % 2, 4, region, offset, out);
-        kv_service_counters(service, counters);
+        kv_service_grant(service, token, 4, region, offset, capacity, granted);
+        usleep(seed >> 50 & 1 ? 100 : 2000);
+        kv_service_revoke(service, token, 4, region, offset, out);
+        for (int i = 0; i < 4; i++)
+            if (granted[i] == KV_GRANT_OK && out[i] == KV_GRANT_OK) memset(segment + offset[i], 0x77, SLOT);
         usleep(200);
+        for (int i = 0; i < 4; i++) {
+            if (granted[i] != KV_GRANT_OK || out[i] != KV_GRANT_OK) continue;
+            for (uint32_t k = 0; k < SLOT; k += 61) CHECK(segment[offset[i] + k] == 0x77);
+            confirmed++;
+        }
+        kv_service_counters(service, counters);
     }
-    return NULL;
+    return (void *)(uintptr_t)confirmed;
 }
 
 static void progress_until(kv_worker *w, kv_fetcher *f, int (*is_done)(kv_worker *, kv_fetcher *, uint64_t), uint64_t arg) {
@@ -153,6 +92,11 @@ static int is_recorded(kv_worker *w, kv_fetcher *f, uint64_t id) {
     return 1;
 }
 
+static int is_let_go(kv_worker *w, kv_fetcher *f, uint64_t id) {
+    (void)w;
+    return kv_fetch_find(f, id) == NULL;
+}
+
 static int is_empty(kv_worker *w, kv_fetcher *f, uint64_t arg) {
     (void)w, (void)arg;
     return f->live == 0;
@@ -175,17 +119,19 @@ static void session_open(side *c) {
     static uint8_t address[16384];
     c->token = next() | 1;
     int64_t n = kv_worker_address(c->worker, address, sizeof address);
-    CHECK(n > 0 && kv_service_command(service, KV_OPEN_SESSION, ++c->tickets, c->token, address, (size_t)n, 1, 1) == 0);
+    CHECK(n > 0 && kv_service_command(service, KV_OPEN_SESSION, ++c->tickets, c->token, address, (size_t)n, is_tcp, is_tcp) ==
+          0);
     progress_until(c->worker, c->fetcher, is_answered, c->tickets);
     kv_service_address(service, address, sizeof address);
-    CHECK(kv_endpoint_from_address(c->worker, address, 1, &c->endpoint) == 0);
+    CHECK(kv_endpoint_from_address(c->worker, address, is_tcp, &c->endpoint) == 0);
+    own_token = c->token;
 }
 
 static void session_close(side *c) {
     kv_fetch_endpoint_gone(c->fetcher, c->endpoint);
     CHECK(kv_service_command(service, KV_CLOSE_SESSION, ++c->tickets, c->token, NULL, 0, 0, 0) == 0);
     progress_until(c->worker, c->fetcher, is_answered, c->tickets);
-    CHECK(kv_endpoint_close(c->endpoint, 1) >= 0);
+    CHECK(kv_endpoint_close(c->endpoint, is_tcp) >= 0);
     progress_until(c->worker, c->fetcher, is_closed, (uint64_t)(uintptr_t)c->endpoint);
     kv_endpoint_free(c->endpoint);
     progress_until(c->worker, c->fetcher, is_empty, 0);
@@ -210,12 +156,13 @@ static void read_round(side *c) {
     }
     static const uint32_t fragments[] = {4096, 10000, 30000, 65536};
     uint64_t id = ++c->id;
-    int32_t code = kv_fetch_read(c->fetcher, c->endpoint, c->token, id, n, keys, first, addr, len, fragments[next() % 4],
-                                 (uint64_t)(uintptr_t)sum, NULL, next() % 2 * 30000);
+    int32_t code = kv_fetch_read(c->fetcher, c->endpoint, c->token, id, n, keys, first, addr, len,
+                                 is_tcp ? fragments[next() % 4] : 0, 1, NULL, next() % 2 * 30000);
     CHECK(code >= 0);
     int is_abandoned = next() % 8 == 0;
     if (code == 1 && !is_abandoned) progress_until(c->worker, c->fetcher, is_recorded, id);
     kv_fetch_take(c->fetcher, id, status, stored, generation, NULL, &receives);
+    if (receives) progress_until(c->worker, c->fetcher, is_let_go, id); /* the buffer is used again */
     for (uint32_t i = 0; i < n; i++) {
         uint64_t length = 0;
         for (uint32_t k = first[i]; k < first[i + 1]; k++) length += len[k];
@@ -246,7 +193,7 @@ static void write_round(side *c) {
     kv_service_grant(service, c->token, granted, region, offset, capacity, out);
     uint64_t id = ++c->id;
     int32_t code = kv_fetch_write(c->fetcher, c->endpoint, c->token, id, n, first, addr, len, region, offset,
-                                  next() % 2 ? 4096 : 30000, NULL, 30000);
+                                  !is_tcp ? 0 : next() % 2 ? 4096 : 30000, NULL, 30000);
     CHECK(code >= 0);
     if (code == 1) progress_until(c->worker, c->fetcher, is_recorded, id);
     CHECK(kv_fetch_take(c->fetcher, id, status, NULL, NULL, NULL, &receives) >= 0);
@@ -256,6 +203,27 @@ static void write_round(side *c) {
         CHECK(out[i] == (i < granted ? KV_GRANT_OK : KV_GRANT_UNKNOWN));
         if (i < granted) CHECK(memcmp(segment + offset[i], (void *)(uintptr_t)addr[i], len[i]) == 0);
     }
+}
+
+/* Writes into extents that the meddler takes away meanwhile. */
+static void race_round(side *c) {
+    uint32_t first[5] = {0, 1, 2, 3, 4}, receives;
+    uint64_t addr[4], len[4], offset[4];
+    uint16_t region[4] = {0};
+    uint8_t status[4];
+    for (uint32_t i = 0; i < 4; i++) {
+        len[i] = 1 + next() % SLOT;
+        addr[i] = (uint64_t)(uintptr_t)c->buffer;
+        offset[i] = (BLOCKS + EXTENTS + next() % 32) * (uint64_t)SLOT;
+    }
+    uint64_t id = ++c->id;
+    int32_t code = kv_fetch_write(c->fetcher, c->endpoint, c->token, id, 4, first, addr, len, region, offset,
+                                  is_tcp ? 4096 : 0, NULL, 30000);
+    CHECK(code >= 0);
+    if (code == 1) progress_until(c->worker, c->fetcher, is_recorded, id);
+    CHECK(kv_fetch_take(c->fetcher, id, status, NULL, NULL, NULL, &receives) >= 0);
+    for (uint32_t i = 0; i < 4; i++) CHECK(status[i] == KV_WRITTEN || status[i] == KV_REFUSED);
+    progress_until(c->worker, c->fetcher, is_let_go, id);
 }
 
 static void lookup_round(side *c) {
@@ -293,10 +261,10 @@ static void garbage_round(side *c) {
     }
 }
 
-int main(int argc, char **argv) {
-    state = argc > 1 ? strtoull(argv[1], NULL, 0) : 1;
-    long rounds = argc > 2 ? atol(argv[2]) : 100;
-    const char *names[] = {"TLS", "TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE"}, *values[] = {"tcp,self", "256k", "256k"};
+/* Everything over one kind of transport. */
+static void check(long rounds) {
+    const char *names[] = {"TLS", "TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE"};
+    const char *values[] = {is_tcp ? "tcp,self" : "posix,cma,self", "256k", "256k"};
     ucp_context_h context;
     uint32_t unknown;
     CHECK(kv_context_open(names, values, 3, 1, &context, &unknown) == 0 && unknown == 0);
@@ -305,6 +273,7 @@ int main(int argc, char **argv) {
     for (int i = 0; i < BLOCKS; i++) {
         lengths[i] = i % 4 ? next() % SLOT : next() % 200;
         fill(segment + i * (size_t)SLOT, lengths[i], (uint64_t)i);
+        sums[i] = kvx_sum(segment + i * (size_t)SLOT, lengths[i]);
     }
     ucp_mem_h memh;
     uint64_t base;
@@ -313,20 +282,16 @@ int main(int argc, char **argv) {
     CHECK(kv_service_lend(service, 0, base, size, memh) == 0);
     side c = {0};
     CHECK(kv_worker_open(context, 1024, 1, &c.worker) == 0 && kv_fetcher_open(c.worker, &c.fetcher) == 0);
-    c.buffer = malloc(KEYS * (SLOT + 1));
+    c.buffer = calloc(KEYS, SLOT + 1);
     pthread_t thread;
-    CHECK(pthread_create(&thread, NULL, meddler, NULL) == 0);
+    void *confirmed;
+    is_over = 0;
     session_open(&c);
+    CHECK(pthread_create(&thread, NULL, meddler, NULL) == 0);
+    static void (*const kinds[])(side *) = {read_round,  read_round,   read_round, write_round, write_round,
+                                            race_round, race_round, lookup_round, garbage_round};
     for (long i = 0; i < rounds; i++) {
-        uint64_t kind = next() % 8;
-        if (kind < 4)
-            read_round(&c);
-        else if (kind < 6)
-            write_round(&c);
-        else if (kind == 6)
-            lookup_round(&c);
-        else
-            garbage_round(&c);
+        kinds[next() % (sizeof kinds / sizeof *kinds)](&c);
         if (next() % 32 == 0) {
             session_close(&c);
             session_open(&c);
@@ -334,10 +299,10 @@ int main(int argc, char **argv) {
     }
     session_close(&c);
     is_over = 1;
-    pthread_join(thread, NULL);
+    pthread_join(thread, &confirmed);
     uint64_t counters[15];
     kv_service_counters(service, counters);
-    CHECK(counters[2] > 0 && counters[12] <= 1);
+    CHECK(counters[2] > 0 && counters[12] <= 1 && confirmed != NULL);
     kv_worker_close(c.worker);
     kv_fetcher_close(c.fetcher);
     kv_service_close(service);
@@ -345,7 +310,17 @@ int main(int argc, char **argv) {
     kv_context_close(context);
     free(segment);
     free(c.buffer);
-    printf("service_check: %ld rounds, %llu reads, %llu writes, %llu malformed\n", rounds,
-           (unsigned long long)counters[2], (unsigned long long)counters[6], (unsigned long long)counters[10]);
+    printf("service_check: %s: %ld rounds, %llu reads, %llu writes, %llu malformed, %llu extents taken back\n", values[0],
+           rounds, (unsigned long long)counters[2], (unsigned long long)counters[6], (unsigned long long)counters[10],
+           (unsigned long long)(uintptr_t)confirmed);
+}
+
+int main(int argc, char **argv) {
+    state = argc > 1 ? strtoull(argv[1], NULL, 0) : 1;
+    long rounds = argc > 2 ? atol(argv[2]) : 100;
+    is_tcp = 1;
+    check(rounds);
+    is_tcp = 0;
+    check(rounds);
     return 0;
 }
