@@ -56,16 +56,22 @@ driver() {
 check_host() { driver host 100 tests/native/host_check.c; }
 check_slots() { driver slots 100 tests/native/slots_check.c -Iucxkv/directory; }
 
-# The data service on a real UCX. Its memory hooks break ThreadSanitizer at a thread's exit, and UCX itself is not
-# instrumented: what it does inside is left out.
-check_service() {
-  local wheel sources=(transport/{ucx,ops,service,accept,serve,fetch,receive}.c)
-  wheel="$("${PYTHON:-python3}" -c 'import importlib.util as u; print(u.find_spec("libucx").submodule_search_locations[0])' \
-    2>/dev/null)" || { echo "== service: skipped, ${PYTHON:-python3} has no libucx (pip install libucx-cu12)"; return 0; }
+# What runs on a real UCX. Its memory hooks break ThreadSanitizer at a thread's exit, and UCX itself is not instrumented:
+# what it does inside is left out.
+on_ucx() {
+  local name="$1" rounds="$2" wheel
+  if ! "${PYTHON:-python3}" -c 'import libucx' 2>/dev/null; then
+    . scripts/env.sh
+    ucxkv_env .venv test
+    PYTHON="$UCXKV_PYTHON"
+  fi
+  wheel="$("${PYTHON:-python3}" -c 'import importlib.util as u; print(u.find_spec("libucx").submodule_search_locations[0])')"
   UCX_MEM_EVENTS=n TSAN_OPTIONS="$TSAN_OPTIONS:ignore_noninstrumented_modules=1" \
-    driver service 250 tests/native/service_check.c "${sources[@]}" -Itransport -Itiers -isystem "$wheel/include" \
-    -L"$wheel/lib" -Wl,-rpath,"$wheel/lib" -lucp -lucs
+    driver "$name" "$rounds" "tests/native/${name}_check.c" transport/{ucx,ops,service,accept,serve,fetch,receive}.c \
+    -Itransport -isystem "$wheel/include" -L"$wheel/lib" -Wl,-rpath,"$wheel/lib" -lucp -lucs
 }
+check_service() { on_ucx service 250; }
+check_killed() { on_ucx killed 4; }
 
 # ---- one function per native file; new ones are found by their name
 
