@@ -1,9 +1,14 @@
-"""Cancel a call at a chosen one of its awaits, exactly: not after some time, not after some turns of the loop."""
+"""Cancel a call at a chosen one of its awaits, exactly: not after some time, not after some turns of the loop.
+
+Awaits of the tasks that the call starts count too, so that a call which waits for two of its own is cancelled at each
+step that they make.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import ucxkv
@@ -22,33 +27,60 @@ class Ended(NamedTuple):
     awaits: int
 
 
-class _Stepped:
-    """Passes a call's suspensions on and cancels its task at number `at` (and, with `again`, at every later one)."""
+class _Steps:
+    """Counts suspensions and cancels the call's task at number `at` (and, with `again`, at every later one)."""
 
-    def __init__(self, call: Awaitable[Any], at: int, again: bool) -> None:
-        self._call = call
+    def __init__(self, at: int, again: bool) -> None:
         self._at = at
         self._again = again
-        self.awaits = 0
+        self.count = 0
+        self.task: asyncio.Task[Any] | None = None
+
+    def step(self) -> None:
+        self.count += 1
+        if self.task is not None and (self.count == self._at or (self._again and self.count > self._at)):
+            self.task.cancel()
+
+
+_steps: ContextVar[_Steps | None] = ContextVar("steps", default=None)
+
+
+class _Stepped(Coroutine[Any, Any, Any]):
+    """A coroutine whose suspensions are counted."""
+
+    def __init__(self, inner: Coroutine[Any, Any, Any], steps: _Steps) -> None:
+        self._inner = inner
+        self._steps = steps
+
+    def send(self, value: Any) -> Any:
+        waited_for = self._inner.send(value)
+        self._steps.step()
+        return waited_for
+
+    def throw(self, *error: Any) -> Any:
+        waited_for = self._inner.throw(*error)
+        self._steps.step()
+        return waited_for
+
+    def close(self) -> None:
+        self._inner.close()
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        inner: Any = self._call.__await__()
-        task = asyncio.current_task()
-        assert task is not None
-        thrown: BaseException | None = None
-        while True:
-            try:
-                waited_for = inner.send(None) if thrown is None else inner.throw(thrown)
-            except StopIteration as end:
-                return end.value
-            self.awaits += 1
-            if self.awaits == self._at or (self._again and self.awaits > self._at):
-                task.cancel()
-            try:
-                yield waited_for
-                thrown = None
-            except BaseException as exc:
-                thrown = exc
+        raise NotImplementedError("a task drives it")
+
+    def __repr__(self) -> str:
+        return f"stepped {self._inner!r}"
+
+
+async def _awaited(call: Awaitable[Any]) -> Any:
+    return await call
+
+
+def _factory(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+    steps = _steps.get()
+    if steps is not None:
+        coroutine = _Stepped(coroutine, steps)
+    return asyncio.Task(coroutine, loop=loop, **options)
 
 
 def never_inline(kv: ucxkv.Client) -> None:
@@ -67,16 +99,21 @@ def threads_running() -> int:
 
 async def cancel_at(at: int, call: Awaitable[Any], *, again: bool = False) -> Ended:
     """Run a call, cancelled at its `at`-th suspension (1 is the first); again: at each one after it too."""
-    stepped = _Stepped(call, at, again)
-
-    async def run() -> Any:
-        return await stepped
-
-    task = asyncio.create_task(run())
+    steps, loop = _Steps(at, again), asyncio.get_running_loop()
+    token = _steps.set(steps)
+    before = loop.get_task_factory()
+    loop.set_task_factory(_factory)  # type: ignore[arg-type]
     try:
-        return Ended(False, await task, stepped.awaits)
+        steps.task = loop.create_task(_awaited(call))
+    finally:
+        _steps.reset(token)
+    try:
+        return Ended(False, await steps.task, steps.count)
     except asyncio.CancelledError:
-        return Ended(True, None, stepped.awaits)
+        return Ended(True, None, steps.count)
+    finally:
+        loop.set_task_factory(before)
+        steps.task = None
 
 
 async def cancel_at_every_await(

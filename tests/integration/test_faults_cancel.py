@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -14,72 +13,114 @@ import pytest
 import ucxkv
 from tests.conftest import blocks, keys
 from tests.harness import NodeProcess, open_files, wait_until
+from tests.stepping import Ended, cancel_at, cancel_at_every_await, never_inline, threads_running
 from ucxkv import PutStatus, ReadStatus
 
 MIB = 1 << 20
-PATHS = ["mapped", "message", "network"]
-NUMBERS = ("granted_bytes", "leases", "leaving_extents", "writing", "quarantined_bytes")
+POISON = 0xAB
+PATHS = ["mapped", "message", "network", "rma"]
+NUMBERS = ("granted_bytes", "leases", "leaving_extents", "writing", "quarantined_bytes", "message_grants")
+
+pytestmark = pytest.mark.faults
 
 
 async def at_rest(kv: ucxkv.Client) -> bool:
     """Whether the node holds nothing on this client's behalf but its blocks."""
     kv._router.sole.putter.return_grants()
     numbers = (await kv.status())[0].numbers
-    return not any(numbers[name] for name in NUMBERS)
-
-
-async def cancel_after(turns: int, call: Awaitable[Any]) -> bool:
-    """Cancel a call after some turns of the loop; whether it was cancelled."""
-    task = asyncio.ensure_future(call)
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    task.cancel()
-    try:
-        await task
-    except asyncio.CancelledError:
-        return True
-    return False
+    return not any(numbers.get(name) for name in NUMBERS)
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_call_cancelled_at_any_await_leaves_the_next_one_right(path: str) -> None:
-    """User voice 38. Method: each call cancelled after 0, 1, 2 ... turns of the loop; at once another key is asked."""
+@pytest.mark.parametrize("again", [False, True], ids=["once", "again-and-again"])
+async def test_a_call_cancelled_at_every_await_leaves_the_next_one_right(path: str, again: bool) -> None:
+    """User voice 38. Method: each call cancelled at its 1st, 2nd, ... await, once or at every further one too, until
+    one ends by itself; at once another key is asked for; buffers of cancelled calls are poisoned and watched; in the
+    end everything is back to zero.
+    """
     with NodeProcess(host_bytes="128MiB") as node:
         async with ucxkv.connect(node.address, path=path) as kv:
+            never_inline(kv)
             k, small, large = keys(6), blocks(4, 3000), blocks(2, 9 * MIB)
             assert (await kv.put_many(k[:4], small, "chain")).ok and (await kv.put_many(k[4:], large)).ok
             scratch, into, next_into = np.zeros((2, 9 * MIB), np.uint8), np.zeros_like(small), np.zeros(3000, np.uint8)
-            calls: tuple[Callable[[], Awaitable[Any]], ...] = (
-                lambda: kv.get(k[0]),
-                lambda: kv.get_many(k[:4], into),
-                lambda: kv.get_many(k[4:], scratch),
-                lambda: kv.put(keys(1)[0], small[0]),
-                lambda: kv.put_many(keys(4), small, "chain"),
-                lambda: kv.put_many(keys(2), large),
-                lambda: kv.exists_many(k),
-                lambda: kv.match(k[:4]),
-                lambda: kv.status(),
-                lambda: kv.delete(keys(3)),
-                lambda: kv.lease(k).__aenter__(),
-            )
-            cancelled = 0
-            for call in calls:
-                for turns in (*range(8), 12, 20):
-                    was_cancelled = await cancel_after(turns, call())
-                    cancelled += was_cancelled
-                    before = (into.copy(), scratch[:, ::4096].copy())
-                    assert await kv.get(k[turns % 4], next_into) == 3000
-                    assert (next_into == small[turns % 4]).all(), "the answer of another call"
-                    assert await kv.put(k[0], b"other") is PutStatus.ALREADY
-                    assert (into == before[0]).all() and (scratch[:, ::4096] == before[1]).all(), (
-                        "written after the end"
-                    )
-                    if not was_cancelled:
-                        break
-            assert cancelled > len(calls)
-            if path == "mapped":  # leases taken by calls that were not cancelled are held by garbage until they end
-                gc.collect()
+            files, rounds = open_files(), 0
+
+            async def after_each(ended: Ended) -> None:
+                nonlocal rounds
+                rounds += 1
+                assert not threads_running()
+                into[:], scratch[:] = POISON, POISON
+                assert await kv.get(k[rounds % 4], next_into) == 3000
+                assert (next_into == small[rounds % 4]).all(), "the answer of another call"
+                assert await kv.put(k[0], b"other") is PutStatus.ALREADY
+                assert (into == POISON).all() and (scratch == POISON).all(), "written after the end of its call"
+                if isinstance(ended.value, ucxkv.Lease | ucxkv.View):
+                    await (ended.value.release() if isinstance(ended.value, ucxkv.Lease) else ended.value.aclose())
+
+            calls: dict[str, Callable[[], Awaitable[Any]]] = {
+                "get": lambda: kv.get(k[0]),
+                "get_many": lambda: kv.get_many(k[:4], into),
+                "get_many large": lambda: kv.get_many(k[4:], scratch),
+                "put": lambda: kv.put(keys(1)[0], small[0]),
+                "put_many": lambda: kv.put_many(keys(4), small, "chain"),
+                "put_many large": lambda: kv.put_many(keys(2), large),
+                "exists_many": lambda: kv.exists_many(k),
+                "match": lambda: kv.match(k[:4]),
+                "status": lambda: kv.status(),
+                "list_keys": lambda: kv.list_keys(),
+                "delete": lambda: kv.delete(keys(3)),
+                "lease": lambda: kv.lease(k).__aenter__(),
+            }
+            if path == "mapped":
+                calls["view"] = lambda: kv.view(k[0])
+            cancelled = {
+                name: await cancel_at_every_await(call, after_each, again=again) for name, call in calls.items()
+            }
+            asking = {"put_many large", "status", "delete", "lease", "list_keys"}  # the others may be one C call
+            assert all(cancelled[name] for name in (asking if path == "mapped" else calls)), cancelled
             assert (await kv.put_many(keys(20), blocks(20, MIB))).ok
+            await wait_until(lambda: at_rest(kv), "the node holds nothing for calls that ended")
+            assert open_files() <= files + 1 and len(asyncio.all_tasks()) == 1 + len(kv._router._dialing)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("again", [False, True], ids=["once", "again-and-again"])
+async def test_connecting_and_leaving_cancelled_at_every_await_leave_nothing(path: str, again: bool) -> None:
+    """Goal: no half-open client. Method: `connect`, then `aclose`, cancelled at await 1, 2, ...; descriptors and tasks
+    of this process, connections and data sessions of the node return each time.
+    """
+    with NodeProcess() as node:
+        async with ucxkv.connect(node.address) as watcher:
+            for _ in range(2):  # what libraries keep for ever
+                await (await ucxkv.connect(node.address, path=path)).aclose()
+            files, node_files = open_files(), open_files(node.pid)
+
+            async def nothing_left() -> bool:
+                numbers = (await watcher.status())[0].numbers
+                return numbers["connections"] == 1 and numbers["message_sessions"] == 0
+
+            async def after_connect(ended: Ended) -> None:
+                if ended.value is not None:
+                    assert await ended.value.put(keys(1)[0], b"v") is PutStatus.STORED
+                    await ended.value.aclose()
+                assert open_files() == files and len(asyncio.all_tasks()) == 1
+
+            cancelled = await cancel_at_every_await(
+                lambda: ucxkv.connect(node.address, path=path), after_connect, again=again
+            )
+            assert cancelled >= 2
+            await wait_until(nothing_left, "the node has forgotten them")
+            for at in range(1, 50):
+                kv = await ucxkv.connect(node.address, path=path)
+                assert await kv.put(keys(1)[0], b"v") is PutStatus.STORED
+                ended = await cancel_at(at, kv.aclose(), again=again)
+                await kv.aclose()
+                assert open_files() == files and len(asyncio.all_tasks()) == 1
+                if not ended.was_cancelled:
+                    break
+            await wait_until(nothing_left, "the node has forgotten them")
+            await wait_until(lambda: open_files(node.pid) <= node_files, "the node's descriptors")
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -161,7 +202,7 @@ async def test_many_clients_with_small_gets_make_progress(shared_node: NodeProce
     """User voice 27, bounded. Method: 60 clients over all paths, 20 rounds of small gets and puts each; no stall."""
 
     async def work(index: int) -> int:
-        path = PATHS[index % 3] if index < 6 else "mapped"
+        path = PATHS[index % 4] if index < 8 else "mapped"
         async with ucxkv.connect(shared_node.address, path=path, timeout_s=20) as kv:
             hits = 0
             for _ in range(20):

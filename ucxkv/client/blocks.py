@@ -75,6 +75,7 @@ class BlockCalls:
         self._loop = asyncio.get_running_loop()
         self._forks = _forks.count
         self._is_open = True
+        self._closing: asyncio.Task[None] | None = None
         self._on_close: list[Callable[[], Awaitable[None]]] = []
         self._busy = 0
         self._idle = asyncio.Event()

@@ -225,10 +225,24 @@ class Client(BlockCalls):
     # ---- the end
 
     async def aclose(self) -> None:
-        """Wait for running calls (bounded by the client's timeout), then leave every node in good order. Idempotent."""
-        if not self._is_open:
-            return
-        self._is_open = False
+        """Wait for running calls (bounded by the client's timeout), then leave every node in good order. Idempotent.
+
+        Cancelled, it raises when that is done: nothing is left half closed.
+        """
+        if self._closing is None:
+            self._is_open = False
+            self._closing = asyncio.create_task(self._close(), name="client-close")
+        cancelled: asyncio.CancelledError | None = None
+        while not self._closing.done():
+            try:
+                await asyncio.shield(self._closing)
+            except asyncio.CancelledError as exc:
+                cancelled = exc
+        if cancelled is not None:
+            raise cancelled
+        self._closing.result()
+
+    async def _close(self) -> None:
         if self._busy:
             try:
                 await asyncio.wait_for(self._idle.wait(), self._timeout_ns / 1e9)
