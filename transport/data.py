@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from . import library
 from .base import Closed, DeadlineExceeded, PeerLost, TransportError, UsageError
 from .endpoint import Endpoint
+from .fetcher import Fetcher
 from .memory import MemoryRegion
 from .progress import Worker
 from .ucx import error_from_status
@@ -89,39 +90,6 @@ class _Pieces(NamedTuple):
     length: Any
 
 
-class _Fetcher:
-    """The native table of requests of one worker, shared by its data clients."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.ffi, self.lib = library.binding()
-        out = self.ffi.new("kv_fetcher **")
-        status = self.lib.kv_fetcher_open(worker.native(), out)
-        if status != 0:
-            raise error_from_status(status, "preparing a worker for data requests")
-        self.handle = out[0]
-        self.kept: dict[int, object] = {}
-        """Of requests that were let go with something in flight: what their memory belongs to."""
-        worker.quiet_handler = self._quiet
-        worker.closers.append(self._close)
-
-    def _quiet(self, request_id: int) -> None:
-        self.kept.pop(request_id, None)
-
-    def _close(self) -> None:
-        handle, self.handle = self.handle, None
-        self.lib.kv_fetcher_close(handle)
-        self.kept.clear()
-
-    @classmethod
-    def of(cls, worker: Worker) -> _Fetcher:
-        """The worker's one fetcher."""
-        found = worker.extension
-        if found is None:
-            found = worker.extension = cls(worker)
-        assert isinstance(found, cls)
-        return found
-
-
 class DataClient:
     """Data requests to one node under one session token.
 
@@ -139,7 +107,7 @@ class DataClient:
         self._session = session
         self._fragment = fragment_bytes
         self._is_checked = is_checked
-        self._fetcher = _Fetcher.of(worker)
+        self._fetcher = Fetcher.of(worker)
         self._dirty: dict[tuple[int, int], int] = {}
         self.error: TransportError | None = None
         self.on_lost: Callable[[TransportError], None] | None = None

@@ -31,13 +31,6 @@ from ucxkv.transport.ucx import Context
 POISON = 0xA5
 
 
-@pytest.fixture(scope="module", params=[SHM, TCP], ids=["shm", "tcp"])
-def process(request):
-    node = NodeProcess.launch(request.param)
-    yield node
-    node.end()
-
-
 @pytest.fixture
 async def client(process):
     await process.connect()
@@ -47,15 +40,6 @@ async def client(process):
     await made.aclose()
     await process.call("close_session", token=made.token)
     process.control.abort()
-
-
-@pytest.fixture(params=[SHM, TCP], ids=["shm", "tcp"])
-async def lone_client(request):
-    node = await NodeProcess.start(request.param)
-    made = await Client.start(node)
-    yield made
-    await made.aclose()
-    await node.stop()
 
 
 class Echo:

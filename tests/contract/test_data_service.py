@@ -1,68 +1,22 @@
 """The data service's contract, on shared memory and on TCP, always between two real processes."""
 
-# ruff: noqa: ASYNC110, ASYNC220
 from __future__ import annotations
 
 import asyncio
 import os
 import random
-import signal
-import time
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 
-from tests.transport.harness import SHM, TCP, Client, NodeProcess, one_piece_each, said
+from tests.transport.harness import POISON, one_piece_each, read
 from tests.transport.native import keys_of, pattern
 from ucxkv.transport.base import UsageError, deadline_after
 from ucxkv.transport.data import WriteStatus
-from ucxkv.transport.memory import MemoryRegion
 from ucxkv.transport.service import GrantStatus
 
 HIT, MISS, SIZE, UNMAPPED, STALE, UNAVAILABLE = 0, 1, 2, 4, 5, 6
-POISON = 0xA5
-
-
-@pytest.fixture(scope="module", params=[SHM, TCP], ids=["shm", "tcp"])
-def process(request):
-    """A node process for the tests that leave it alive."""
-    node = NodeProcess.launch(request.param)
-    yield node
-    node.end()
-
-
-@pytest.fixture
-async def client(process):
-    """A client of the shared node process, whose blocks are gone."""
-    await process.connect()
-    await process.call("reset")
-    made = await Client.start(process)
-    yield made
-    await made.aclose()
-    assert await process.call("close_session", token=made.token) is True
-    process.control.abort()
-
-
-@pytest.fixture(params=[SHM, TCP], ids=["shm", "tcp"])
-async def lone_client(request):
-    """A client of a node process of the test's own, which may die."""
-    node = await NodeProcess.start(request.param)
-    made = await Client.start(node)
-    yield made
-    await made.aclose()
-    await node.stop()
-
-
-async def read(client: Client, indices: Any, length: int, seconds: float = 20.0, **more: Any):
-    """(status list, buffer, stored lengths) of one read into fresh memory."""
-    indices = list(indices)
-    buffer = np.full(max(1, len(indices) * length), POISON, np.uint8)
-    status, stored, _ = await client.data.read(
-        keys_of(indices), *one_piece_each(buffer, length, len(indices)), deadline_ns=deadline_after(seconds), **more
-    )
-    return status.tolist(), buffer, stored.tolist()
 
 
 @pytest.mark.parametrize("length", [1, 63, 4096, 5029, 65_536, 200_000, 3 << 20])
@@ -243,195 +197,6 @@ async def test_a_closed_session_reads_and_writes_nothing(client):
     assert status.tolist() == [WriteStatus.UNAVAILABLE]
     assert await call("peek", offset=0, length=1000) == "00" * 1000
     assert await call("close_session", token=client.token) is True  # unknown by now
-
-
-async def test_kill_9_of_the_node_mid_transfer_is_unavailable_and_touches_nothing_later(lone_client):
-    """Goal: a dead node is a status within the deadline; memory is quiet. Method: SIGKILL under 16 MiB of reads."""
-    client = lone_client
-    length = 1 << 20
-    await client.node.call("publish", first=0, offsets=[i * length for i in range(16)], length=length)
-    await client.node.call("delay", ns=30_000_000)
-    buffer = np.full(16 * length, POISON, np.uint8)
-    client.node.control.on_closed(lambda _: client.data.lost())
-    args = one_piece_each(buffer, length, 16)
-    task = asyncio.create_task(client.data.read(keys_of(range(16)), *args, deadline_ns=deadline_after(20)))
-    await asyncio.sleep(0.05)
-    await asyncio.to_thread(client.node.kill)
-    started = time.monotonic()
-    status, _, _ = await task
-    assert time.monotonic() - started < 15  # not the deadline: the death was noticed
-    assert set(status.tolist()) <= {HIT, UNAVAILABLE} and UNAVAILABLE in status.tolist()
-    for i in range(16):
-        if status[i] == HIT:
-            assert (buffer[i * length : (i + 1) * length] == pattern(i, length)).all()
-    buffer[:] = POISON
-    for _ in range(20):
-        client.worker.progress()
-        await asyncio.sleep(0.01)
-    assert (buffer == POISON).all()
-    assert (await read(client, [0], length, 5))[0] == [UNAVAILABLE]
-    assert client.data.counters()["requests"] == 0
-
-
-async def test_kill_9_of_a_client_mid_write_frees_its_session(client):
-    """Goal: the node survives a client's death in the middle of writes. Method: a client process writes and is
-    killed.
-    """
-    code = (
-        "import asyncio,sys,numpy as np\n"
-        "from tests.transport.harness import *\n"
-        "from tests.transport.native import pattern\n"
-        "async def main():\n"
-        f"    node = NodeProcess(None, {client.node.name!r}, {client.node.transports!r})\n"
-        "    await node.connect()\n"
-        "    c = await Client.start(node)\n"
-        "    n, size = 8, 2 << 20\n"
-        "    offsets = np.arange(n, dtype='<u8') * np.uint64(size)\n"
-        "    await node.call('grant', token=c.token, offsets=offsets.tolist(), capacity=size)\n"
-        "    print('token', c.token, flush=True)\n"
-        "    data = np.concatenate([pattern(i, size) for i in range(n)])\n"
-        "    while True:\n"
-        "        await c.data.write(np.zeros(n, '<u2'), offsets, *one_piece_each(data, size, n))\n"
-        "asyncio.run(main())\n"
-    )
-    import subprocess
-    import sys
-
-    from tests.transport.native import ROOT
-
-    call = client.node.call
-    await call("publish", first=0, offsets=[32 << 20], length=5000)
-    for delay in (0.02, 0.1):
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        assert process.stdout is not None
-        try:
-            token = int(await asyncio.to_thread(said, process, "token "))
-            await asyncio.sleep(delay)
-        finally:
-            process.kill()
-            await asyncio.to_thread(process.wait)
-            process.stdout.close()
-        assert await call("close_session", token=token) is True
-        counters = await call("counters")
-        assert counters["grants"] == 0
-        status, _, _ = await read(client, [0], 5000)
-        assert status == [HIT]
-
-
-async def test_a_stopped_node_is_unavailable_at_the_deadline_and_its_late_answer_touches_nothing(client):
-    """Goal: a hung peer costs the deadline, not a hang, not memory. Method: SIGSTOP, read, poison, SIGCONT."""
-    length = 300_000
-    await client.node.call("publish", first=0, offsets=[0, length], length=length)
-    assert (await read(client, [0], length))[0] == [HIT]
-    buffer = np.zeros(2 * length, np.uint8)
-    client.node.process.send_signal(signal.SIGSTOP)
-    while psutil.Process(client.node.process.pid).status() != psutil.STATUS_STOPPED:
-        await asyncio.sleep(0.001)
-    args = one_piece_each(buffer, length, 2)
-    status, _, _ = await client.data.read(keys_of([0, 1]), *args, deadline_ns=deadline_after(0.3))
-    buffer[:] = POISON
-    client.node.process.send_signal(signal.SIGCONT)
-    assert status.tolist() == [UNAVAILABLE] * 2
-    assert (await read(client, [1], length))[0] == [HIT]
-    await asyncio.sleep(0.2)
-    assert (buffer == POISON).all()
-    assert client.data.counters()["requests"] == 0
-
-
-@pytest.mark.parametrize("is_registered", [False, True])
-async def test_cancelling_reads_at_any_point_leaves_the_buffers_alone(client, is_registered):
-    """Goal: after the await nobody writes the buffer. Method: cancel after k turns of the loop, poison, let all
-    run on.
-    """
-    length, n = 600_000, 6
-    await client.node.call("publish", first=0, offsets=[i * length for i in range(n)], length=length)
-    buffer = np.full(n * length, POISON, np.uint8)
-    region = MemoryRegion.register(client.context, buffer) if is_registered else None
-    args = one_piece_each(buffer, length, n)
-    outcomes = []
-    for turns in [0, 1, 2, 3, 4, 6, 8, 11, 15, 20, 30, 50, 80]:
-        task = asyncio.create_task(client.data.read(keys_of(range(n)), *args, region=region))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        task.cancel()
-        try:
-            await task
-        except asyncio.CancelledError:
-            outcomes.append("cancelled")
-        buffer[:] = POISON
-        status, other, _ = await read(client, [turns % n], length)
-        assert status == [HIT] and (other == pattern(turns % n, length)).all()
-        assert (buffer == POISON).all(), f"written after a cancel at turn {turns}"
-    assert "cancelled" in outcomes
-    await client.worker.drain(deadline_after(5))
-    assert client.data.counters()["requests"] == 0 and client.worker.owned_count == 0
-    if region is not None:
-        region.close()
-
-
-async def test_cancelled_writes_block_their_extents_until_they_are_over(client):
-    """Goal: an abandoned write cannot spoil the next one to its extent. Method: cancel writes, write again at once (it
-    waits), read back; the same after a deadline against a stopped node, where the wait ends at its own deadline.
-    """
-    length, n = 500_000, 4
-    offsets = np.arange(n, dtype="<u8") * np.uint64(1 << 20)
-    await client.node.call("grant", token=client.token, offsets=offsets.tolist(), capacity=length)
-    old = np.concatenate([pattern(i, length) for i in range(n)])
-    new = np.concatenate([pattern(100 + i, length) for i in range(n)])
-    zeros = np.zeros(n, "<u2")
-
-    async def written_whole(source):
-        status = await client.data.write(
-            zeros, offsets, *one_piece_each(source, length, n), keep=source, deadline_ns=deadline_after(20)
-        )
-        assert status.tolist() == [WriteStatus.WRITTEN] * n
-        for i in range(n):
-            got = await client.node.call("peek", offset=int(offsets[i]), length=length)
-            assert got == source[i * length : (i + 1) * length].tobytes().hex()
-
-    for turns in (0, 1, 2, 5, 10):
-        task = asyncio.create_task(client.data.write(zeros, offsets, *one_piece_each(old, length, n), keep=old))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
-        await written_whole(new)
-    client.node.process.send_signal(signal.SIGSTOP)
-    while psutil.Process(client.node.process.pid).status() != psutil.STATUS_STOPPED:
-        await asyncio.sleep(0.001)
-    try:
-        for _ in range(2):
-            status = await client.data.write(
-                zeros, offsets, *one_piece_each(old, length, n), keep=old, deadline_ns=deadline_after(0.2)
-            )
-            assert status.tolist() == [WriteStatus.UNAVAILABLE] * n
-    finally:
-        client.node.process.send_signal(signal.SIGCONT)
-    await written_whole(new)
-    assert client.data.counters()["kept"] == 0
-
-
-async def test_a_small_write_after_an_abandoned_large_one_is_not_overwritten_by_it(client):
-    """Goal: an abandoned write is over before the next one to its extent begins, also where the two travel differently.
-    Method: cancel a write of 8 MiB (rendezvous on shared memory), write 1,000 bytes there at once, look several times.
-    """
-    large, small = pattern(1, 8 << 20), pattern(2, 1000)
-    zero, where = np.zeros(1, "<u2"), np.zeros(1, "<u8")
-    await client.node.call("grant", token=client.token, offsets=[0], capacity=8 << 20)
-    client.worker.inline_wait_ns = 0
-    for turns in (1, 1, 1, 2, 2, 3, 4, 5, 8):
-        task = asyncio.create_task(client.data.write(zero, where, *one_piece_each(large, len(large), 1), keep=large))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
-        status = await client.data.write(
-            zero, where, *one_piece_each(small, len(small), 1), keep=small, deadline_ns=deadline_after(20)
-        )
-        assert status.tolist() == [WriteStatus.WRITTEN]
-        for _ in range(3):
-            assert await client.node.call("peek", offset=0, length=1000) == small.tobytes().hex(), turns
-            await client.worker.drain(deadline_after(1))
 
 
 async def test_malformed_messages_are_counted_and_kill_nothing(client):

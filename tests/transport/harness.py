@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.transport.native import ROOT, address_of
+from tests.transport.native import ROOT, address_of, keys_of
 from ucxkv.transport.address import UnixAddress
 from ucxkv.transport.base import deadline_after
 from ucxkv.transport.control import ControlConnection
@@ -25,6 +25,7 @@ from ucxkv.transport.ucx import Context
 
 SHM = "posix,cma,self"
 TCP = "tcp,self"
+POISON = 0xA5
 _names = itertools.count()
 
 
@@ -158,3 +159,13 @@ def one_piece_each(buffer: np.ndarray[Any, Any], length: int, n: int) -> tuple[A
     first = np.arange(n + 1, dtype="<u4")
     addr = buffer.ctypes.data + np.arange(n, dtype="<u8") * np.uint64(length)
     return first, addr, np.full(n, length, "<u8")
+
+
+async def read(client: Client, indices: Any, length: int, seconds: float = 20.0, **more: Any):
+    """(status list, buffer, stored lengths) of one read into fresh memory."""
+    indices = list(indices)
+    buffer = np.full(max(1, len(indices) * length), POISON, np.uint8)
+    status, stored, _ = await client.data.read(
+        keys_of(indices), *one_piece_each(buffer, length, len(indices)), deadline_ns=deadline_after(seconds), **more
+    )
+    return status.tolist(), buffer, stored.tolist()
