@@ -122,12 +122,14 @@ static ucs_status_t kv_on_lookup(void *arg, const void *header, size_t header_le
 
 /* ---- READ ---- */
 
-/* Sends one block: whole, or in eager fragments. 0 when memory ran out before anything was sent. */
+/* Sends one block: whole, or in eager fragments. 0: nothing was sent, for memory ran out, or the fragments would be more than
+ * a session may have in flight. */
 static int kv_send_block(kv_session *session, const kv_parked *p, uint32_t index, const kv_found *f,
                          const uint8_t *bytes, ucp_mem_h memh) {
     kv_data data = {.request = p->request, .index = index, .status = KV_HIT, .tier = f->tier, .length = f->length,
                     .sum = f->sum, .generation = f->generation};
     uint64_t step = p->fragment != 0 ? p->fragment : f->length;
+    if (f->length != 0 && f->length / step > KV_MAX_SENDS) return 0;
     do {
         uint64_t length = f->length - data.at < step ? f->length - data.at : step;
         kv_send *send = kv_send_new(session, length);

@@ -448,6 +448,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t n) {
     kv_service *service;
     uint8_t start = fuzz_u8();
     m.is_poor = start & 1;
+    m.is_cut_off = (start & 6) == 6;
     if (start >= 250) fuzz_fail_in = start - 249;
     if (kv_service_open(NULL, (uint64_t)(uintptr_t)resolve, 0, start * 1000u, &service) == 0) {
         CHECK(service == m.service);
