@@ -15,7 +15,7 @@ from typing import Literal
 from .rails import choose_rails
 from .topology import Topology, near_of
 
-__all__ = ["NumaPolicy", "Placement", "place", "placement_for_node", "running_on"]
+__all__ = ["NumaPolicy", "Placement", "near_this_process", "place", "placement_for_node", "running_on"]
 
 NumaPolicy = Literal["auto", "off"] | int
 
@@ -71,6 +71,13 @@ def _on(topology: Topology, numa: int, why: str) -> Placement:
     memory = next((node.index for node in by_distance if node.memory_bytes), None)
     cpus = next((node.cpus for node in by_distance if node.cpus), ())
     return Placement(memory, cpus, why)
+
+
+def near_this_process(topology: Topology) -> str:
+    """ "numaN" when this process may run on one NUMA node's CPUs only, so that its memory lies there; else ""."""
+    mine = os.sched_getaffinity(0)
+    nodes = [node.index for node in topology.numa if mine & set(node.cpus)]
+    return f"numa{nodes[0]}" if len(nodes) == 1 and len(topology.numa) > 1 else ""
 
 
 @contextlib.contextmanager

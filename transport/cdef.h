@@ -15,6 +15,8 @@ const char *kv_status_text(int32_t status);
 int32_t kv_context_open(const char *const *names, const char *const *values, size_t n, int is_shared,
                         ucp_context_h *out, uint32_t *unknown);
 void kv_context_close(ucp_context_h context);
+size_t kv_context_describe(ucp_context_h context, char *text, size_t cap);
+size_t kv_endpoint_describe(kv_endpoint *e, char *text, size_t cap);
 
 int32_t kv_worker_open(ucp_context_h context, uint32_t capacity, uint64_t client_id, kv_worker **out);
 void kv_worker_close(kv_worker *w);

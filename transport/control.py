@@ -28,7 +28,7 @@ from typing import NamedTuple
 from .base import Closed, DeadlineExceeded, ForkGuard, PeerLost, ProtocolError, TransportError, UsageError, remaining_s
 from .frames import FLAG_REPLY, HEADER, HEADER_BYTES, MAX_FDS, MAX_FRAME_BYTES, FrameDecoder, Payload
 from .inline import InlineWait
-from .message import Message, PeerCredentials, close_all, credentials_of, describe_peer
+from .message import Message, PeerCredentials, close_all, credentials_of, describe_peer, local_host
 
 __all__ = ["ControlConnection", "Handler", "Message", "PeerCredentials"]
 
@@ -78,6 +78,8 @@ class ControlConnection:
         self._sock = sock
         self._fd = sock.fileno()
         self._is_unix = sock.family == socket.AF_UNIX
+        self.local_host = local_host(sock)
+        """This side's address; "" over a Unix socket."""
         self._handler = handler
         self._is_serving = is_serving
         self._decoder = FrameDecoder(max_frame_bytes)

@@ -70,3 +70,11 @@ def describe_peer(sock: socket.socket) -> str:
     except OSError:
         return "unix:closed" if is_unix else "tcp:closed"
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def local_host(sock: socket.socket) -> str:
+    """This side's address of a connected TCP socket: it names the interface that leads to the peer. "" for others."""
+    try:
+        return "" if sock.family == socket.AF_UNIX else str(sock.getsockname()[0])
+    except OSError:
+        return ""

@@ -1,30 +1,33 @@
-"""Which network devices a worker uses, and how a large batch is spread over them.
+"""Which network devices a worker uses. UCX stripes large transfers over the rails of a choice by itself.
 
 Invariants: every rail of a choice can carry bytes now and ranks equal to the others (same link layer, same rate, same
-distance); a choice is the same for the same topology and arguments; `stripe` gives every byte to exactly one rail.
+distance); a choice is the same for the same topology and arguments; a choice for a peer names no rail of a fabric that
+the peer is not on, and over TCP the interface that leads to it.
 
 How ports are ranked: by what its PCIe link and the way to it leave of a port's rate, then by distance. The caps below
 order devices and predict nothing: a port on the other socket is worth no more than the socket link gives one flow, and
 a GPU's bytes through a host bridge no more than a host bridge forwards peer to peer.
-Devices in software (Soft-RoCE) come after all others.
+Devices in software (Soft-RoCE) come after all others, and are used one at a time: their rails share one processor.
 Source: NVIDIA's GPUDirect RDMA notes; UCX's own distances (UCX_DISTANCE_BW), which know no replicas and no workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ipaddress
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .base import UsageError
 from .devices import Interface, RdmaDevice, RdmaPort
+from .netlink import Network
 from .topology import Distance, Topology, distance
 
-__all__ = ["Piece", "RailChoice", "choose_rails", "rail_numbers", "stripe"]
+__all__ = ["LOOPBACK", "MAX_RAILS", "Rail", "RailChoice", "choose_rails", "listening_interfaces", "rail_numbers"]
 
-RAIL_BYTES_MIN = 256 << 10
-"""A further rail is worth its set-up only for that many bytes."""
-CUT_BYTES = 4096
-"""Values are cut at multiples of this offset only."""
+LOOPBACK = "lo"
+MAX_RAILS = 2
+"""Rails of one worker; UCX takes up to 4. Two 400 Gb/s ports carry more than one process copies."""
 
 _ACROSS_SOCKETS_GBPS = 100.0
 _GPU_THROUGH_HOST_GBPS = 200.0
@@ -48,19 +51,34 @@ class RailChoice:
     why: str
 
     @property
+    def is_rdma(self) -> bool:
+        """Whether the devices are RDMA ports."""
+        return bool(self.gid_indices)
+
+    @property
     def net_devices(self) -> str:
         """The value for UCX_NET_DEVICES; "all" where nothing was chosen."""
         return ",".join(self.devices) or "all"
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Bytes [offset, offset + nbytes) of item `item`, on rail number `rail`."""
+class Rail(NamedTuple):
+    """One port as other machines know it.
 
-    item: int
-    offset: int
-    nbytes: int
-    rail: int
+    Rail k of one machine and rail k of another meet at one leaf switch in a rail-optimised cluster. fabric: "ib:<subnet
+    prefix>" or "roce"; ports of different fabrics do not reach each other. gid: the port's address, "" unknown.
+    """
+
+    fabric: str
+    number: int
+    gid: str = ""
+
+    @property
+    def ipv4(self) -> ipaddress.IPv4Address | None:
+        """The address in a RoCE port's GID, where it is one of IPv4."""
+        try:
+            return ipaddress.IPv6Address(self.gid).ipv4_mapped
+        except ValueError:
+            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +96,45 @@ class _Candidate:
         return (self.is_soft, -self.left_gbps, self.apart, -self.rate_gbps, self.transport)
 
 
-def choose_rails(topology: Topology, near: str = "", max_rails: int = 2, worker: int = 0) -> RailChoice:
+def choose_rails(
+    topology: Topology,
+    near: str = "",
+    max_rails: int = MAX_RAILS,
+    worker: int = 0,
+    *,
+    via: str = "",
+    peer: Collection[Rail] | None = None,
+    networks: Mapping[str, tuple[Network, ...]] | None = None,
+) -> RailChoice:
     """The devices for a worker whose memory is at `near`: "gpu0", "numa1", or "" for anywhere.
 
     max_rails: at most so many rails of equal rank; worker: this worker's number among those with the same `near`, so
-    that they start on different rails. RDMA ports come before TCP. Raises UsageError (unknown device, max_rails < 1).
+    that they start on different rails. via: the interface that leads to the peer; the loopback leads to no rail. peer:
+    the peer's rails, empty when it has none (None: not known); of equal ones those that it has too are taken. networks:
+    this machine's interfaces with their addresses, to leave out rails that share no subnet with the peer while others
+    do. RDMA ports come before TCP. Raises UsageError (unknown device, max_rails < 1).
     """
     if max_rails < 1:
         raise UsageError(f"max_rails must be 1 or more, not {max_rails}")
     if near:
         topology.place(near)
-    ports = topology.usable_ports()
+    if via == LOOPBACK:
+        return RailChoice(near, (via,), "TCP", None, 0.0, (), "the loopback leads to this host only")
+    numbers = rail_numbers(topology)
+    ports = [(d, p) for d, p in topology.usable_ports() if not (d.is_soft and via and via not in d.interfaces)]
+    if peer is not None:
+        fabrics = {rail.fabric for rail in peer}
+        ports = [(d, p) for d, p in ports if numbers[_name(d, p)].fabric in fabrics]
+        ports = _in_the_peers_networks(ports, peer, networks or {})
     found = [_port_candidate(topology, near, device, port) for device, port in ports]
     if not found:
-        return _over_tcp(topology, near, worker)
+        return _over_tcp(topology, near, worker, via, _why_no_rail(topology, peer))
     best = min(candidate.rank for candidate in found)
     equal = [candidate for candidate in found if candidate.rank == best]
-    taken = [equal[(worker * max_rails + i) % len(equal)] for i in range(min(max_rails, len(equal)))]
+    theirs = {(rail.fabric, rail.number) for rail in peer or ()}
+    pool = [candidate for candidate in equal if numbers[candidate.device][:2] in theirs] or equal
+    count = 1 if equal[0].is_soft else min(max_rails, len(pool))
+    taken = [pool[(worker * max_rails + i) % len(pool)] for i in range(count)]
     first = taken[0]
     why = f"{_words(first.apart, near)}, {first.rate_gbps:g} Gb/s {first.transport}"
     if len(equal) > 1:
@@ -109,13 +149,41 @@ def choose_rails(topology: Topology, near: str = "", max_rails: int = 2, worker:
     return RailChoice(near, devices, first.transport, apart, first.rate_gbps, gids, why)
 
 
+def _why_no_rail(topology: Topology, peer: Collection[Rail] | None) -> str:
+    if not topology.usable_ports():
+        return "no RDMA port is usable" if topology.rdma else "no RDMA device"
+    if peer is not None:
+        return "no RDMA port leads to the peer's fabric" if peer else "the peer uses no RDMA device"
+    return "no RDMA port belongs to the interface"
+
+
+def _name(device: RdmaDevice, port: RdmaPort) -> str:
+    return f"{device.name}:{port.number}"
+
+
+def _in_the_peers_networks(
+    ports: list[tuple[RdmaDevice, RdmaPort]], peer: Collection[Rail], networks: Mapping[str, tuple[Network, ...]]
+) -> list[tuple[RdmaDevice, RdmaPort]]:
+    """The ports whose interface is in a subnet with a rail of the peer; all where none is: routers lead on there."""
+    addresses = [rail.ipv4 for rail in peer if rail.ipv4 is not None]
+    same = [
+        (device, port)
+        for device, port in ports
+        if any(
+            address in own.network
+            for name in device.interfaces
+            for own in networks.get(name, ())
+            for address in addresses
+        )
+    ]
+    return same or ports
+
+
 def _port_candidate(topology: Topology, near: str, device: RdmaDevice, port: RdmaPort) -> _Candidate:
     gid = port.gid
     transport = "InfiniBand" if port.link_layer == "InfiniBand" else gid.kind if gid else "RoCE"
     apart, left = _reach(topology, near, device.name, min(port.rate_gbps, device.place.link_gbps or port.rate_gbps))
-    return _Candidate(
-        f"{device.name}:{port.number}", transport, port.rate_gbps, left, apart, port.gid_index, device.is_soft
-    )
+    return _Candidate(_name(device, port), transport, port.rate_gbps, left, apart, port.gid_index, device.is_soft)
 
 
 def _reach(topology: Topology, near: str, device: str, rate_gbps: float) -> tuple[Distance, float]:
@@ -130,9 +198,10 @@ def _reach(topology: Topology, near: str, device: str, rate_gbps: float) -> tupl
     return apart, rate_gbps
 
 
-def _over_tcp(topology: Topology, near: str, worker: int) -> RailChoice:
-    """The fastest, nearest real interface that is up; virtual ones only where there is nothing else."""
-    why = "no RDMA port is usable" if topology.rdma else "no RDMA device"
+def _over_tcp(topology: Topology, near: str, worker: int, via: str, why: str) -> RailChoice:
+    """The interface that leads to the peer; else the fastest, nearest real one that is up, virtual ones last."""
+    if via:
+        return RailChoice(near, (via,), "TCP", None, 0.0, (), f"{why}; {via}, as the control connection")
     up = [interface for interface in topology.interfaces if interface.is_up]
     if not up:
         return RailChoice(near, (), "", None, 0.0, (), f"{why} and no interface is up: this host only")
@@ -145,15 +214,9 @@ def _over_tcp(topology: Topology, near: str, worker: int) -> RailChoice:
     equal = [interface for interface in up if rank(interface) == best]
     chosen = equal[worker % len(equal)]
     speed = f"{chosen.speed_gbps:g} Gb/s" if chosen.speed_gbps else "of unknown speed"
-    return RailChoice(
-        near,
-        (chosen.name,),
-        "TCP",
-        best[2] if near else None,
-        chosen.speed_gbps,
-        (),
-        f"{why}; interface {speed}, {len(up)} up",
-    )
+    apart = best[2] if near else None
+    why += f"; interface {speed}, {len(up)} up"
+    return RailChoice(near, (chosen.name,), "TCP", apart, chosen.speed_gbps, (), why)
 
 
 def _is_bond(topology: Topology, interface: Interface) -> bool:
@@ -165,53 +228,30 @@ def _words(apart: Distance, near: str) -> str:
     return f"{apart.name} from {near}" if near else "anywhere on this host"
 
 
-def rail_numbers(topology: Topology) -> dict[str, tuple[str, int]]:
-    """Fabric and rail number of each usable port, by its UCX name.
+def listening_interfaces(topology: Topology, via: str) -> tuple[str, ...]:
+    """Where a node serves over TCP: `via`, or for "" (any address) the loopback and all interfaces that are up.
 
-    Rail k of one machine and rail k of another meet at one leaf switch in a rail-optimised cluster: ports of one link
-    layer, fastest first, then in the order of their PCI places (in which such machines are cabled). The fabric is
-    "ib:<subnet prefix>" or "roce"; ports of different fabrics do not reach each other.
+    Empty where none is up: the choice is UCX's.
     """
-    fabrics: dict[str, list[tuple[float, tuple[str, ...], int, str]]] = {}
+    if via:
+        return (via,)
+    up = tuple(interface.name for interface in topology.interfaces if interface.is_up)
+    return (LOOPBACK, *up) if up else ()
+
+
+def rail_numbers(topology: Topology) -> dict[str, Rail]:
+    """The rail of each usable port, by the port's UCX name.
+
+    Ports of one fabric, fastest first, then in the order of their PCI places (in which such machines are cabled).
+    """
+    fabrics: dict[str, list[tuple[float, tuple[str, ...], int, str, str]]] = {}
     for device, port in topology.usable_ports():
-        gid = port.gid
-        fabric = "roce" if port.link_layer != "InfiniBand" else "ib:" + (gid.value if gid else "")[:19]
-        entry = (-port.rate_gbps, device.place.path, port.number, f"{device.name}:{port.number}")
+        gid = port.gid.value if port.gid else ""
+        fabric = "roce" if port.link_layer != "InfiniBand" else "ib:" + gid[:19]
+        entry = (-port.rate_gbps, device.place.path, port.number, _name(device, port), gid)
         fabrics.setdefault(fabric, []).append(entry)
     return {
-        entry[3]: (fabric, number)
+        entry[3]: Rail(fabric, number, entry[4])
         for fabric, entries in fabrics.items()
         for number, entry in enumerate(sorted(entries))
     }
-
-
-def stripe(sizes: Sequence[int], rails: int, *, rail_bytes_min: int = RAIL_BYTES_MIN) -> tuple[Piece, ...]:
-    """Spread a batch of values (sizes in bytes) over `rails` equal rails, in order, each rail one contiguous run.
-
-    A rail's bytes differ from the mean by less than CUT_BYTES per rail: a value is cut where its rail is full, at a
-    multiple of CUT_BYTES, so at most rails - 1 values are cut. Small batches use fewer rails: one for each
-    rail_bytes_min. Values of 0 bytes get no piece. Raises UsageError.
-    """
-    if rails < 1 or rail_bytes_min < 1 or any(size < 0 for size in sizes):
-        raise UsageError(f"{rails} rails of at least {rail_bytes_min} bytes for sizes {list(sizes)[:8]}")
-    total = sum(sizes)
-    used = max(1, min(rails, total // rail_bytes_min))
-    pieces: list[Piece] = []
-    rail = done = 0
-    for item, size in enumerate(sizes):
-        offset = 0
-        while offset < size:
-            room = -(-total * (rail + 1) // used) - done
-            nbytes = size - offset
-            if rail < used - 1 and nbytes > room:
-                cut = max(0, (offset + room) // CUT_BYTES * CUT_BYTES - offset)
-                rail += 1
-                if cut == 0:
-                    continue
-                pieces.append(Piece(item, offset, cut, rail - 1))
-                nbytes = cut
-            else:
-                pieces.append(Piece(item, offset, nbytes, rail))
-            offset += nbytes
-            done += nbytes
-    return tuple(pieces)

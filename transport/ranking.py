@@ -2,7 +2,7 @@
 
     same process < same GPU < NVLink < same host < same-rail RDMA < cross-rail RDMA < TCP
 
-Invariants: pure; `path_kind` is symmetric; an order of sources is the same for the same arguments, holds every source
+Invariants: pure; `way_between` is symmetric; an order of sources is the same for the same arguments, holds every source
 once, and differs between readers where sources are equal, so that readers spread over replicas.
 
 A `Location` is what a process tells others of where it is: they cannot read its machine.
@@ -11,17 +11,17 @@ A `Location` is what a process tells others of where it is: they cannot read its
 from __future__ import annotations
 
 import enum
-import zlib
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .rails import choose_rails, rail_numbers
-from .topology import Topology, nvlinks
+from .rails import MAX_RAILS, Rail, choose_rails, rail_numbers
+from .topology import Topology, near_of, nvlinks
 
-__all__ = ["Location", "PathKind", "Source", "TierKind", "locate", "path_kind", "rank_sources"]
+__all__ = ["Location", "Source", "TierKind", "Way", "locate", "network_way", "rank_sources", "way_between"]
 
 
-class PathKind(enum.IntEnum):
+class Way(enum.IntEnum):
     """Ways between two processes, best first."""
 
     SAME_PROCESS = 0
@@ -31,6 +31,16 @@ class PathKind(enum.IntEnum):
     SAME_RAIL = 4
     CROSS_RAIL = 5
     TCP = 6
+
+    @property
+    def words(self) -> str:
+        """For people: "same host"."""
+        return "TCP" if self is Way.TCP else self.name.lower().replace("_", " ")
+
+    @property
+    def is_network(self) -> bool:
+        """Whether it leads out of the host."""
+        return self >= Way.SAME_RAIL
 
 
 class TierKind(enum.IntEnum):
@@ -44,13 +54,13 @@ class TierKind(enum.IntEnum):
 # Nominal GB/s: they order ways against tiers (a copy on this host's NVMe is behind another host's memory over RDMA, but
 # before it over TCP) and predict nothing.
 _WAY_GBPS = {
-    PathKind.SAME_PROCESS: 2000.0,
-    PathKind.SAME_GPU: 1500.0,
-    PathKind.NVLINK: 400.0,
-    PathKind.SAME_HOST: 60.0,
-    PathKind.SAME_RAIL: 40.0,
-    PathKind.CROSS_RAIL: 30.0,
-    PathKind.TCP: 2.0,
+    Way.SAME_PROCESS: 2000.0,
+    Way.SAME_GPU: 1500.0,
+    Way.NVLINK: 400.0,
+    Way.SAME_HOST: 60.0,
+    Way.SAME_RAIL: 40.0,
+    Way.CROSS_RAIL: 30.0,
+    Way.TCP: 2.0,
 }
 _TIER_GBPS = {TierKind.GPU: 2000.0, TierKind.HOST: 2000.0, TierKind.NVME: 6.0}
 
@@ -59,65 +69,76 @@ _TIER_GBPS = {TierKind.GPU: 2000.0, TierKind.HOST: 2000.0, TierKind.NVME: 6.0}
 class Location:
     """Where a process is. host, process: opaque, unique; gpu: PCI address of its memory's GPU, empty for host memory.
 
-    nvlinked: PCI addresses of this host's GPUs that its GPU has NVLinks to. rails: (fabric, rail number) of the ports
-    that it uses (see `rails.rail_numbers`).
+    numa: the NUMA node of its memory, -1 unknown. nvlinked: PCI addresses of this host's GPUs that its GPU has NVLinks
+    to. rails: the ports that it uses.
     """
 
     host: str
     process: str
     gpu: str = ""
+    numa: int = -1
     nvlinked: frozenset[str] = frozenset()
-    rails: frozenset[tuple[str, int]] = frozenset()
+    rails: frozenset[Rail] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One copy of a block. load: outstanding bytes at its node, or any number that grows with its queue."""
+    """One copy of a block: at which node, which way that is from the reader, in which tier. load: outstanding bytes at
+    its node, or any number that grows with its queue.
+    """
 
     name: str
-    location: Location
+    way: Way
     tier: TierKind = TierKind.HOST
     load: float = field(default=0.0)
 
 
 def locate(
-    topology: Topology, host: str, process: str, *, near: str = "", max_rails: int = 2, worker: int = 0
+    topology: Topology, host: str, process: str, *, near: str = "", max_rails: int = MAX_RAILS, worker: int = 0
 ) -> Location:
     """The location of a process of this machine whose memory is at `near`, as for `choose_rails`. Raises UsageError."""
     numbers = rail_numbers(topology)
     choice = choose_rails(topology, near, max_rails, worker)
     rails = frozenset(numbers[device] for device in choice.devices if device in numbers)
+    numa = near_of(topology, near) if near else -1
     own = next((gpu for gpu in topology.gpus if f"gpu{gpu.index}" == near), None)
     if own is None:
-        return Location(host, process, rails=rails)
+        return Location(host, process, numa=numa, rails=rails)
     linked = frozenset(gpu.place.address for gpu in topology.gpus if nvlinks(own, gpu))
-    return Location(host, process, own.place.address, linked, rails)
+    return Location(host, process, own.place.address, numa, linked, rails)
 
 
-def path_kind(a: Location, b: Location) -> PathKind:
+def way_between(a: Location, b: Location) -> Way:
     """The best way between two processes."""
-    if a.host == b.host:
-        if a.process == b.process:
-            return PathKind.SAME_PROCESS
-        if a.gpu and a.gpu == b.gpu:
-            return PathKind.SAME_GPU
-        if b.gpu in a.nvlinked and a.gpu in b.nvlinked:
-            return PathKind.NVLINK
-        return PathKind.SAME_HOST
-    if a.rails & b.rails:
-        return PathKind.SAME_RAIL
-    if {fabric for fabric, _ in a.rails} & {fabric for fabric, _ in b.rails}:
-        return PathKind.CROSS_RAIL
-    return PathKind.TCP
+    if a.host != b.host:
+        return network_way(a, b)
+    if a.process == b.process:
+        return Way.SAME_PROCESS
+    if a.gpu and a.gpu == b.gpu:
+        return Way.SAME_GPU
+    if b.gpu in a.nvlinked and a.gpu in b.nvlinked:
+        return Way.NVLINK
+    return Way.SAME_HOST
 
 
-def rank_sources(reader: Location, sources: Sequence[Source]) -> tuple[Source, ...]:
-    """The copies in the order in which to try them: by way and tier, then the less loaded, then spread by reader."""
+def network_way(a: Location, b: Location) -> Way:
+    """The best way over the network, also where both are on one host (containers that share nothing else)."""
+    ours, theirs = ({(rail.fabric, rail.number) for rail in location.rails} for location in (a, b))
+    if ours & theirs:
+        return Way.SAME_RAIL
+    if {fabric for fabric, _ in ours} & {fabric for fabric, _ in theirs}:
+        return Way.CROSS_RAIL
+    return Way.TCP
 
-    def rank(source: Source) -> tuple[float, PathKind, float, int, str]:
-        way = path_kind(reader, source.location)
-        rate = min(_WAY_GBPS[way], _TIER_GBPS[source.tier])
-        spread = zlib.crc32(f"{reader.host}\0{reader.process}\0{source.name}".encode())
-        return -rate, way, source.load, spread, source.name
+
+def rank_sources(sources: Sequence[Source], reader: str) -> tuple[Source, ...]:
+    """The copies in the order in which to try them: by way and tier, then the less loaded, then spread by reader (any
+    text that is unique to the reading process).
+    """
+
+    def rank(source: Source) -> tuple[float, Way, float, bytes, str]:
+        rate = min(_WAY_GBPS[source.way], _TIER_GBPS[source.tier])
+        spread = hashlib.blake2b(f"{reader}\0{source.name}".encode(), digest_size=8).digest()
+        return -rate, source.way, source.load, spread, source.name
 
     return tuple(sorted(sources, key=rank))

@@ -8,25 +8,33 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from . import library
 from .base import Closed, ForkGuard, PeerLost, SetupFailed, TransportError, UcxError, UsageError
+from .lanes import Lane, read_lanes
+from .sysfs import HostTree
 from .topology import read_topology
 
-__all__ = ["DEFAULT_SETTINGS", "SAME_HOST_TRANSPORTS", "Context", "checked_address", "error_from_status"]
+__all__ = [
+    "DEFAULT_SETTINGS",
+    "SAME_HOST_TRANSPORTS",
+    "Context",
+    "checked_address",
+    "error_from_status",
+    "why_no_verbs",
+]
 
 DEFAULT_SETTINGS: Mapping[str, str] = {
     "TCP_TX_SEG_SIZE": "256k",  # 8 KiB by default: 0.85 instead of 3 to 5 GB/s over TCP
     "TCP_RX_SEG_SIZE": "256k",
+    "TCP_CONN_NB": "y",  # else an endpoint to a host that answers nothing blocks its thread, for minutes
     "KEEPALIVE_INTERVAL": "1s",  # a dead peer is found within two of them; 20 s by default
-    "MAX_RMA_RAILS": "2",
 }
 SAME_HOST_TRANSPORTS = "posix,cma,self"
-"""For `transports`: shared memory and cross-memory attach only; use error mode NONE and a control connection with
-it."""
+"""For `transports`: shared memory and cross-memory attach only, with error mode NONE and a control connection."""
 
 _RDMA_TRANSPORTS = frozenset(("all", "ib", "rc", "rc_verbs", "rc_mlx5", "rc_x", "dc", "dc_mlx5", "dc_x"))
 _UD_TRANSPORTS = frozenset(("ud", "ud_verbs", "ud_x"))
@@ -36,8 +44,8 @@ _SOFT_ROCE_SETTINGS: Mapping[str, str] = {
     "UD_ETH_DGID_CHECK": "n",
 }
 _CANCELED = -16
-_RAILS_SINCE = (1, 17)  # 1.13 does not know MAX_RMA_RAILS, 1.17 and later do
-_WITHOUT_RAILS = {"tcp", "self", "posix", "sysv", "shm", "sm", "mm", "cma"}
+_RMA_RAILS_SINCE = (1, 17)  # 1.13 does not know MAX_RMA_RAILS and reads over one rail; 1.17 and later do
+_TEXT_BYTES = 64 << 10
 _LOST = frozenset(
     (-3, -6, -13, -20, -23, -24, -25)
 )  # I/O error, unreachable, timed out, rejected, not connected, reset
@@ -74,15 +82,19 @@ def error_from_status(status: int, what: str) -> TransportError:
 class Context:
     """A UCX context with its registered memory.
 
-    transports: UCX_TLS for this context alone (None: UCX's choice, or the user's UCX_TLS); settings: further UCX_
-    settings without the prefix; is_shared: its workers run in different threads (the data service's does);
-    library_path: see library.load. Raises SetupFailed.
+    transports: UCX_TLS for this context alone (None: UCX's choice, or the user's UCX_TLS); devices: its network devices
+    ("mlx5_0:1", "eth0"), a wish that the user's UCX_NET_DEVICES and devices that UCX cannot open overrule; rails: how
+    many of them are RDMA rails of equal rank, over which UCX stripes large transfers; settings: further UCX_ settings
+    without the prefix; is_shared: its workers run in different threads (the data service's does); library_path: see
+    library.load. Raises SetupFailed.
     """
 
     def __init__(
         self,
         *,
         transports: str | None = None,
+        devices: Sequence[str] = (),
+        rails: int = 0,
         settings: Mapping[str, str] | None = None,
         is_shared: bool = True,
         library_path: str | os.PathLike[str] | None = None,
@@ -90,21 +102,44 @@ class Context:
         self.library = library.load(library_path)
         self._ffi, self._lib = library.binding()
         self.guard = ForkGuard("this UCX context")
-        wanted = _applicable(DEFAULT_SETTINGS, transports or os.environ.get("UCX_TLS"), self.library.version)
+        wanted = _applicable(DEFAULT_SETTINGS, transports or os.environ.get("UCX_TLS"))
         if transports is not None:
             wanted["TLS"] = transports
+        if devices:
+            wanted["NET_DEVICES"] = ",".join(devices)
+        if rails:
+            wanted["MAX_RNDV_RAILS"] = str(rails)
+            if self.library.version[:2] >= _RMA_RAILS_SINCE:
+                wanted["MAX_RMA_RAILS"] = str(rails)
         if self.library.has_verbs and _is_soft_only(wanted.get("TLS")):
             wanted |= _SOFT_ROCE_SETTINGS
         wanted = {name: value for name, value in wanted.items() if f"UCX_{name}" not in os.environ}
         wanted.update(settings or {})
         _refuse_crashing_segment(wanted.get("POSIX_SEG_SIZE") or os.environ.get("UCX_POSIX_SEG_SIZE"))
+        self.handle: Any = None
+        self.lanes: tuple[Lane, ...] = ()
+        """What UCX opened: every transport with its device."""
+        self.unknown_settings_count = 0
+        is_wish = bool(devices) and wanted.get("NET_DEVICES") == ",".join(devices)
+        if not (is_wish and self._opens_one_of(devices, wanted, is_shared)):
+            if is_wish:
+                del wanted["NET_DEVICES"]  # masked, or without an address: UCX chooses itself
+            self._open(wanted, is_shared)
         self.settings: Mapping[str, str] = wanted
-        self.handle = self._open(wanted, is_shared)
-        self.unknown_settings_count: int
         self.users_count = 0
         """Workers and memory regions that still use this context."""
 
-    def _open(self, wanted: Mapping[str, str], is_shared: bool) -> Any:
+    def _opens_one_of(self, devices: Sequence[str], wanted: Mapping[str, str], is_shared: bool) -> bool:
+        try:
+            self._open(wanted, is_shared)
+        except SetupFailed:
+            return False
+        if not set(devices).isdisjoint(self.net_devices):
+            return True
+        self._lib.kv_context_close(self.handle)
+        return False
+
+    def _open(self, wanted: Mapping[str, str], is_shared: bool) -> None:
         ffi = self._ffi
         texts = [
             (ffi.new("char[]", name.encode()), ffi.new("char[]", value.encode())) for name, value in wanted.items()
@@ -120,7 +155,10 @@ class Context:
                 f"settings {dict(wanted)}, modules found: {', '.join(self.library.modules) or 'none'}"
             )
         self.unknown_settings_count = unknown[0]
-        return out[0]
+        self.handle = out[0]
+        text = ffi.new("char[]", _TEXT_BYTES)
+        length = self._lib.kv_context_describe(self.handle, text, _TEXT_BYTES)
+        self.lanes = read_lanes(bytes(ffi.buffer(text, length)).decode(errors="replace"))
 
     def close(self) -> None:
         """Free the context. Idempotent. Raises UsageError while workers or memory regions of it are open."""
@@ -135,14 +173,18 @@ class Context:
 
     @property
     def has_rdma(self) -> bool:
-        """Whether this context can move bytes by RDMA: the library has verbs, they are not switched off, a port is
-        up.
-        """
-        wanted = os.environ.get("UCX_TLS") or self.settings.get("TLS", "all")
-        names = {name.strip() for name in wanted.split(",")}
-        if not self.library.has_verbs or not (names & _RDMA_TRANSPORTS or wanted == "all"):
-            return False
-        return bool(read_topology().usable_ports())
+        """Whether this context can read and write remote memory by a device: UCX opened one with verbs."""
+        return any(lane.has_rma for lane in self.lanes)
+
+    @property
+    def net_devices(self) -> tuple[str, ...]:
+        """The network devices that it opened, as UCX names them."""
+        return tuple(dict.fromkeys(lane.device for lane in self.lanes if lane.is_network))
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The transports that it opened."""
+        return tuple(dict.fromkeys(lane.transport for lane in self.lanes))
 
     def acquire(self) -> Any:
         """The native handle for a new user of this context; give it back with `release`."""
@@ -163,22 +205,32 @@ class Context:
         self.close()
 
 
-def _applicable(settings: Mapping[str, str], transports: str | None, version: tuple[int, ...]) -> dict[str, str]:
-    """Those of our settings that this UCX and these transports know: for the others it would print a warning."""
+def _applicable(settings: Mapping[str, str], transports: str | None) -> dict[str, str]:
+    """Those of our settings that these transports know: for the others UCX would print a warning."""
     names = set(re.split(r"[,\s]+", transports)) if transports else {"all"}
     is_all = "all" in names or any(name.startswith("^") for name in names)
-    found = dict(settings)
-    if not is_all and "tcp" not in names:
-        found = {name: value for name, value in found.items() if not name.startswith("TCP_")}
-    if version[:2] < _RAILS_SINCE or (not is_all and names <= _WITHOUT_RAILS):
-        found.pop("MAX_RMA_RAILS", None)
-    return found
+    if is_all or "tcp" in names:
+        return dict(settings)
+    return {name: value for name, value in settings.items() if not name.startswith("TCP_")}
+
+
+def why_no_verbs(path: str | os.PathLike[str] | None = None) -> str:
+    """Why UCX moves nothing by RDMA in this process, whatever devices there are; "" when it may. Loads libucp."""
+    found = library.load(path)
+    if not found.has_verbs:
+        return f"UCX {found.version_text} of {found.directory} has no verbs"
+    wanted = os.environ.get("UCX_TLS", "all")
+    names = {name.strip() for name in wanted.split(",")}
+    if not (names & _RDMA_TRANSPORTS or wanted.startswith("^")):
+        return f"UCX_TLS={wanted} allows no RDMA"
+    return ""
 
 
 def _is_soft_only(transports: str | None) -> bool:
     """Whether the RDMA devices that these transports (None: the user's, or all) use are all in software."""
     names = set((os.environ.get("UCX_TLS") or transports or "all").split(","))
-    ports = read_topology().usable_ports() if names & (_RDMA_TRANSPORTS | _UD_TRANSPORTS) else ()
+    uses_rdma = bool(names & (_RDMA_TRANSPORTS | _UD_TRANSPORTS))
+    ports = read_topology(HostTree(use_nvml=False)).usable_ports() if uses_rdma else ()
     return bool(ports) and all(device.is_soft for device, _ in ports)
 
 

@@ -1,17 +1,17 @@
-"""Which devices a worker uses on each recorded machine, and how a batch is spread over equal rails."""
+"""Which devices a worker uses on each recorded machine: anywhere, near something, and for a peer."""
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.transport.topology import recorded
 from ucxkv.transport.base import UsageError
 from ucxkv.transport.devices import PciPlace
-from ucxkv.transport.rails import CUT_BYTES, Piece, choose_rails, rail_numbers, stripe
+from ucxkv.transport.netlink import Network
+from ucxkv.transport.rails import Rail, choose_rails, listening_interfaces, rail_numbers
 from ucxkv.transport.topology import Distance, read_topology
 
 COMPUTE = ["mlx5_0", "mlx5_3", "mlx5_4", "mlx5_5", "mlx5_6", "mlx5_9", "mlx5_10", "mlx5_11"]
@@ -86,11 +86,18 @@ def test_soft_roce_is_chosen_with_its_ipv4_gid() -> None:
     assert (choice.net_devices, choice.transport, choice.gid_indices) == ("rxe0:1", "RoCE v2", (1,))
 
 
-def test_the_recorded_soft_roce_machine_uses_both_devices_unless_a_card_is_there() -> None:
-    """Goal: verbs where there is nothing better; hardware first. Method: the recording, then with a slow real card."""
+def test_the_recorded_soft_roce_machine_uses_one_device_unless_a_card_is_there() -> None:
+    """Goal: verbs where there is nothing better, one device in software at a time; hardware first. Method: the
+    recording, by the interface that leads to the peer, then with a slow real card.
+    """
     machine = recorded.machine("soft_roce")
     choice = choose_rails(machine, "numa1")
-    assert (choice.net_devices, choice.gid_indices, choice.apart) == ("rxe0:1,rxe1:1", (1, 1), Distance.SYS)
+    assert (choice.net_devices, choice.gid_indices, choice.apart) == ("rxe0:1", (1,), Distance.SYS)
+    for device in machine.rdma:
+        assert choose_rails(machine, via=device.interfaces[0]).devices == (f"{device.name}:1",)
+    elsewhere = choose_rails(machine, via="eth7")
+    assert (elsewhere.devices, elsewhere.is_rdma) == (("eth7",), False)
+    assert "belongs to the interface" in elsewhere.why
     card = recorded.machine("dual_socket").rdma[0]
     card = replace(card, ports=(replace(card.ports[0], rate_gbps=1.0),))
     assert choose_rails(replace(machine, rdma=(*machine.rdma, card))).devices == ("mlx5_0:1",)
@@ -106,53 +113,89 @@ def test_a_machine_without_any_network_leaves_the_choice_to_ucx() -> None:
 
 
 def test_wrong_arguments_are_refused() -> None:
-    """Goal: fix your call. Method: an unknown place, no rails, negative sizes."""
+    """Goal: fix your call. Method: an unknown place, no rails."""
     with pytest.raises(UsageError, match="gpu9"):
         choose_rails(recorded.machine("dgx_h100"), "gpu9")
     with pytest.raises(UsageError, match="max_rails"):
         choose_rails(recorded.machine("dgx_h100"), max_rails=0)
-    with pytest.raises(UsageError, match="-1"):
-        stripe([5, -1], 2)
 
 
 def test_rail_numbers_follow_the_pci_order_of_the_fastest_ports() -> None:
     """Goal: rail k meets rail k of a machine of the same kind. Method: the DGX: eight InfiniBand rails, two of RoCE."""
     numbers = rail_numbers(recorded.machine("dgx_h100"))
     infiniband = "ib:fe80:0000:0000:0000"
-    assert [numbers[f"{device}:1"] for device in COMPUTE] == [(infiniband, k) for k in range(8)]
-    assert (numbers["mlx5_1:1"], numbers["mlx5_7:1"]) == (("roce", 0), ("roce", 1))
+    assert [numbers[f"{device}:1"][:2] for device in COMPUTE] == [(infiniband, k) for k in range(8)]
+    assert (numbers["mlx5_1:1"][:2], numbers["mlx5_7:1"][:2]) == (("roce", 0), ("roce", 1))
+    assert numbers["mlx5_0:1"].gid.startswith("fe80:")
+    assert numbers["mlx5_1:1"].ipv4 is not None and numbers["mlx5_0:1"].ipv4 is None
 
 
-def test_equal_values_are_striped_in_runs() -> None:
-    """Goal: contiguous and balanced. Method: eight values of 1 MiB over two and four rails, by hand."""
-    mib = 1 << 20
-    assert stripe([mib] * 8, 2) == tuple(Piece(i, 0, mib, i // 4) for i in range(8))
-    assert [piece.rail for piece in stripe([mib] * 8, 4)] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert stripe([4 * mib], 2) == (Piece(0, 0, 2 * mib, 0), Piece(0, 2 * mib, 2 * mib, 1))
+# ---- for a peer
 
 
-def test_small_batches_stay_on_one_rail() -> None:
-    """Goal: no set-up that costs more than it saves. Method: 16 values of 16 KiB, then a floor of 64 KiB."""
-    sizes = [16 << 10] * 16
-    assert {piece.rail for piece in stripe(sizes, 4)} == {0}
-    assert {piece.rail for piece in stripe(sizes, 4, rail_bytes_min=64 << 10)} == {0, 1, 2, 3}
-    assert stripe([], 3) == ()
+def test_the_loopback_leads_to_no_rail() -> None:
+    """Goal: a node of this host only stays on it. Method: every recorded machine, via lo."""
+    for name in recorded.NAMES:
+        choice = choose_rails(recorded.machine(name), via="lo")
+        assert (choice.devices, choice.is_rdma, choice.transport) == (("lo",), False, "TCP")
 
 
-@given(st.lists(st.integers(0, 1 << 20), max_size=40), st.integers(1, 8))
-def test_striping_gives_every_byte_to_one_rail_in_order(sizes: list[int], rails: int) -> None:
-    """Goal: no byte lost or doubled, runs in order, rails within CUT_BYTES of their share. Method: any sizes."""
-    pieces = stripe(sizes, rails, rail_bytes_min=8 * CUT_BYTES)
-    assert all(piece.nbytes > 0 for piece in pieces)
-    assert [piece.rail for piece in pieces] == sorted(piece.rail for piece in pieces)
-    at = dict.fromkeys(range(len(sizes)), 0)
-    for piece in pieces:
-        assert piece.offset == at[piece.item]
-        assert piece.offset % CUT_BYTES == 0
-        at[piece.item] += piece.nbytes
-    assert list(at.values()) == sizes
-    used = max(1, min(rails, sum(sizes) // (8 * CUT_BYTES)))
-    share = sum(sizes) / used
-    for rail in range(used):
-        nbytes = sum(piece.nbytes for piece in pieces if piece.rail == rail)
-        assert abs(nbytes - share) <= CUT_BYTES + 1
+def test_over_tcp_the_interface_that_leads_to_the_peer_is_used_whatever_its_speed() -> None:
+    """Goal: what is fast and leads elsewhere moves nothing. Method: machines without RDMA, a virtual interface."""
+    for name in ("laptop", "container", "virtual_machine"):
+        assert choose_rails(recorded.machine(name), via="docker0").devices == ("docker0",)
+    without = choose_rails(recorded.machine("dgx_h100"), via="eno3", peer=())
+    assert (without.devices, without.is_rdma) == (("eno3",), False)
+    assert "the peer uses no RDMA device" in without.why
+
+
+def test_rails_that_the_peer_uses_too_are_taken_first() -> None:
+    """Goal: same rail before cross rail, among equals. Method: readers of a DGX, a node on rails 2, 3."""
+    dgx = recorded.machine("dgx_h100")
+    numbers = rail_numbers(dgx)
+    node = [numbers["mlx5_4:1"], numbers["mlx5_5:1"]]
+    assert choose_rails(dgx, "numa0", peer=node).devices == ("mlx5_4:1", "mlx5_5:1")
+    assert choose_rails(dgx, "numa0", peer=node, worker=1).devices == ("mlx5_4:1", "mlx5_5:1")
+    assert choose_rails(dgx, "gpu1", peer=node).devices == ("mlx5_3:1",)  # its own, though it crosses
+    assert choose_rails(dgx, "numa1", peer=node).devices == ("mlx5_6:1", "mlx5_9:1")
+
+
+def test_a_peer_on_another_fabric_is_reached_over_tcp() -> None:
+    """Goal: InfiniBand does not meet RoCE, nor another subnet. Method: the dual-socket box and the DGX; its storage
+    ports, which speak RoCE, meet the box.
+    """
+    dgx, box = recorded.machine("dgx_h100"), recorded.machine("dual_socket")
+    foreign = choose_rails(box, via="ens3f0np0", peer=[Rail("ib:fe80:0000:0000:0000", 0)])
+    assert (foreign.devices, foreign.is_rdma) == (("ens3f0np0",), False)
+    assert "fabric" in foreign.why
+    assert choose_rails(dgx, "numa0", peer=rail_numbers(box).values()).devices == ("mlx5_1:1",)
+
+
+def test_isolated_subnets_use_the_rail_that_shares_one_with_the_peer() -> None:
+    """Goal: rails without a router between them. Method: the dual-socket box with a second equal port, a subnet each;
+    a peer in the second's, in both, and in neither (then a router leads there).
+    """
+    box = recorded.machine("dual_socket")
+    twin = replace(box.rdma[0], name="mlx5_2", interfaces=("ens5",), place=PciPlace(("pci0000:80", "x"), numa=1))
+    box = replace(box, rdma=(box.rdma[0], twin))
+    networks: dict[str, tuple[Network, ...]] = {
+        "ens3f0np0": (ipaddress.IPv4Interface("10.1.0.5/24"),),
+        "ens5": (ipaddress.IPv4Interface("10.2.0.5/24"),),
+    }
+
+    def devices(*gids: str) -> tuple[str, ...]:
+        peer = [Rail("roce", number, gid) for number, gid in enumerate(gids)]
+        return choose_rails(box, "numa1", peer=peer, networks=networks).devices
+
+    assert devices("::ffff:10.2.0.9") == ("mlx5_2:1",)
+    assert devices("::ffff:10.1.0.9", "::ffff:10.2.0.9") == ("mlx5_0:1", "mlx5_2:1")
+    assert devices("::ffff:10.9.0.9", "::ffff:10.8.0.9") == ("mlx5_0:1", "mlx5_2:1")
+
+
+def test_a_node_serves_over_the_interface_of_its_address_or_over_all_that_are_up() -> None:
+    """Goal: every client that reaches the address reaches the data. Method: one interface, and any address."""
+    assert listening_interfaces(recorded.machine("laptop"), "enp58s0") == ("enp58s0",)
+    assert listening_interfaces(recorded.machine("laptop"), "") == ("lo", "wlp0s20f3")
+    assert listening_interfaces(recorded.machine("container"), "") == ("lo", "eth0")
+    down = replace(recorded.machine("container"), interfaces=())
+    assert listening_interfaces(down, "") == ()
