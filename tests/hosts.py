@@ -158,10 +158,12 @@ class Hosts:
         """Set a kernel setting (its path below /proc/sys) of a host."""
         self.run(name, "sh", "-c", f"echo {value} > /proc/sys/{key}")
 
-    def node(self, name: str, node_name: str | None = None, *, port: int = 0, **options: str | bool) -> NodeProcess:
-        """A node inside of a host, listening on its address."""
-        prefix = tuple(self.argv(name))
-        return NodeProcess(node_name or f"n-{name}", listen=f"{self.address(name)}:{port}", prefix=prefix, **options)
+    def node(
+        self, name: str, node_name: str | None = None, *, port: int = 0, listen: str = "", **options: str | bool
+    ) -> NodeProcess:
+        """A node inside of a host, listening on the host's address, or on `listen`."""
+        prefix, listen = tuple(self.argv(name)), listen or f"{self.address(name)}:{port}"
+        return NodeProcess(node_name or f"n-{name}", listen=listen, prefix=prefix, **options)
 
     # ---- faults
 

@@ -54,6 +54,12 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ("[node]\nfree_low = 0.9\n", "free_low"),
         ("[node]\nconnections_max = 0\n", "connections_max"),
         ("[node]\nname = ''\n", "name"),
+        ("[node]\ndata_port = 65536\n", "data_port"),
+        ("[node]\ndata_port = '13400-13399'\n", "data_port"),
+        ("[node]\ndata_port = '13400-'\n", "data_port"),
+        ("[node]\ndata_port = -1\n", "data_port"),
+        ("[node]\ndata_port = 'any'\n", "data_port"),
+        ("[node]\ndata_port = '13330-13340'\n", "13337"),
         ("[node\n", "node.toml"),
     ],
 )
@@ -62,6 +68,20 @@ def test_a_wrong_setting_is_refused_by_name(tmp_path: Path, text: str, named: st
     with pytest.raises(SetupError) as caught:
         load_config(_file(tmp_path, text))
     assert named in str(caught.value)
+
+
+def test_data_port_is_a_port_a_range_or_any(tmp_path: Path) -> None:
+    """Goal: one setting for one port and for several. Method: file and flag."""
+    assert node_config(environ={}).data_ports() is None
+    assert node_config(_file(tmp_path, "[node]\ndata_port = 13400\n"), environ={}).data_ports() == (13400, 13400)
+    assert node_config(None, {"data_port": "13400-13402"}, environ={}).data_ports() == (13400, 13402)
+    assert node_config(None, {"data_port": "0"}, environ={}).data_ports() is None
+
+
+def test_the_clients_table_may_stand_in_the_nodes_file(tmp_path: Path) -> None:
+    """Goal: one file a host. Method: both tables; the node ignores the other one."""
+    path = _file(tmp_path, "[node]\nname = 'n1'\n[client]\npath = 'rma'\n")
+    assert node_config(path, environ={}).name == "n1"
 
 
 def test_a_missing_file_is_a_setup_error(tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ LAYERS = {
     "ucxkv.sequence": "client",
     "ucxkv.sync": "client",
     "ucxkv.dial": "link",
+    "ucxkv.settings": "link",
+    "ucxkv.whereabouts": "link",
     "ucxkv.memory": "values",
     "ucxkv.node": "node",
     "ucxkv.config": "node",

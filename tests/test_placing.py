@@ -17,11 +17,12 @@ from ucxkv.node.placing import Placing
 from ucxkv.tiers.numa import thread_policy
 
 CONFIG = NodeConfig(name="placed", listen="127.0.0.1:0", host_bytes=32 << 20)
+OPEN = replace(CONFIG, listen="0.0.0.0:0")
 
 
 def test_a_node_goes_beside_the_card_and_says_so() -> None:
     """Goal: auto on a dual-socket machine. Method: its recording; the policy that `make` runs under is the kernel's."""
-    placing = Placing(CONFIG, recorded.tree("dual_socket"))
+    placing = Placing(OPEN, recorded.tree("dual_socket"))
     assert placing.facts() == {
         "numa": "node 1 (beside mlx5_0)",
         "devices": "mlx5_0:1 (NODE from numa1, 100 Gb/s RoCE v2)",
@@ -33,6 +34,43 @@ def test_a_node_goes_beside_the_card_and_says_so() -> None:
     else:  # this machine has no node 1: refused, named, and the node would start all the same
         assert policy is None or policy[1] == 0
         assert "memory refused" in placing.facts()["numa"]
+
+
+def test_a_node_serves_rdma_clients_over_rails_and_the_others_over_the_interfaces() -> None:
+    """Goal: the devices of its UCX context. Method: the dual-socket machine, with and without verbs, and a laptop."""
+    placing = Placing(OPEN, recorded.tree("dual_socket"))
+    assert placing.rails("") == ("mlx5_0:1",)
+    assert placing.rails("UCX has no verbs") == ()
+    assert placing.devices(placing.rails("")) == ("mlx5_0:1", "lo", "eno8303", "ens3f0np0")
+    assert [(rail.fabric, rail.number) for rail in placing.announced(("mlx5_0:1", "lo"))] == [("roce", 0)]
+    laptop = Placing(OPEN, recorded.tree("laptop"))
+    assert laptop.rails("") == ()
+    assert laptop.devices(()) == ("lo", "wlp0s20f3")
+
+
+def test_nodes_of_one_host_start_on_different_rails() -> None:
+    """Goal: two ports are not shared while six idle. Method: 32 nodes near socket 1 of the DGX, by their names."""
+    taken = {
+        Placing(replace(OPEN, name=f"n{number}", numa=1), recorded.tree("dgx_h100")).rails("") for number in range(32)
+    }
+    assert taken == {("mlx5_6:1", "mlx5_9:1"), ("mlx5_10:1", "mlx5_11:1")}
+
+
+@pytest.mark.parametrize(
+    ("listen", "devices"),
+    [
+        ("127.0.0.1:0", ("lo",)),
+        ("[::1]:0", ("lo",)),
+        ("localhost:0", ("lo",)),
+        ("203.0.113.7:0", ()),  # none of this host's: binding says so, no device is guessed
+    ],
+)
+def test_a_node_on_the_loopback_uses_no_card(listen: str, devices: tuple[str, ...]) -> None:
+    """Goal: the address decides. Method: the dual-socket machine's cards, this machine's addresses."""
+    placing = Placing(replace(CONFIG, listen=listen), recorded.tree("dual_socket"))
+    assert placing.devices(()) == devices
+    if devices:
+        assert placing.rails("") == ()
 
 
 def test_one_numa_node_is_a_no_op() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from ucxkv import sync
 from ucxkv.client import (
     Client,
+    ConnectionInfo,
     DeleteStatus,
     GetResult,
     KeyInfo,
@@ -51,6 +52,7 @@ __all__ = [
     "ROOT_KEY",
     "Client",
     "ClientClosed",
+    "ConnectionInfo",
     "DeadlineExceeded",
     "DeleteStatus",
     "ForeignKeys",

@@ -15,9 +15,7 @@ written as in `ucxkv.sizes`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,6 +23,7 @@ import msgspec
 
 from ucxkv.errors import SetupError, UsageError
 from ucxkv.node.config import NodeConfig
+from ucxkv.settings import check_keys, read_tables
 from ucxkv.sizes import parse_size
 from ucxkv.transport.address import AddressError, TcpAddress, parse_address
 
@@ -102,23 +101,8 @@ def token_from(path: Path | None, environ: Mapping[str, str] | None = None) -> s
 
 
 def _from_file(path: Path) -> dict[str, object]:
-    try:
-        tables = tomllib.loads(path.read_text())
-    except OSError as exc:
-        raise SetupError(f"configuration {path}: {exc.strerror}", fix="check the path given to --config") from exc
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
-        raise SetupError(f"configuration {path} is no TOML: {exc}") from exc
-    for name in tables:
-        if name != "node":
-            raise SetupError(f"configuration {path}: unknown table or key {name!r}", needed="one table, [node]")
-    values = tables.get("node", {})
-    if not isinstance(values, dict):
-        raise SetupError(f"configuration {path}: node is no table", needed="a line [node], then key = value")
-    for key in values:
-        if key not in _FIELDS and key != "token_file":
-            near = difflib.get_close_matches(key, sorted(_FIELDS | {"token_file"}), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(_FIELDS | {'token_file'}))}"
-            raise SetupError(f"configuration {path}: unknown key {key!r} in [node]; {hint}")
+    values = read_tables(path)["node"]
+    check_keys(values, _FIELDS | {"token_file"}, path, "node")
     return dict(values)
 
 
@@ -139,6 +123,7 @@ def _check(config: NodeConfig, origin: Mapping[str, str]) -> None:
             raise refuse(key, getattr(config, key), "a share between 0 and 1")
     if config.free_low > config.free_high:
         raise refuse("free_low", config.free_low, f"at most free_high ({config.free_high})")
+    ports = config.data_ports()
     if isinstance(config.numa, int) and config.numa < 0:
         raise refuse("numa", config.numa, "auto, off, or a NUMA node's number")
     for key in ("grace_ms", "slots_count"):
@@ -158,6 +143,9 @@ def _check(config: NodeConfig, origin: Mapping[str, str]) -> None:
                     raise refuse(key, text, "host:port or [ipv6]:port")
             except AddressError as exc:
                 raise SetupError(f"{origin.get(key, 'default')}: {key}: {exc}") from exc
+    control = parse_address(config.listen)
+    if ports is not None and isinstance(control, TcpAddress) and ports[0] <= control.port <= ports[1]:
+        raise refuse("data_port", config.data_port, f"ports other than that of listen, {control.port}")
 
 
 def _sources(origin: Mapping[str, str]) -> str:

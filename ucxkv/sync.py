@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ucxkv.client import (
         Client,
         Connect,
+        ConnectionInfo,
         GetResult,
         KeyInfo,
         Lease,
@@ -175,6 +176,10 @@ class SyncClient:
         """A report of every reachable node."""
         return self._run(self._client.status())
 
+    def connections(self) -> list[ConnectionInfo]:
+        """See Client.connections."""
+        return self._run(self._client.connections())
+
     def list_keys(self, limit: int = 1000) -> list[KeyInfo]:
         """Up to `limit` visible blocks."""
         return self._run(self._client.list_keys(limit))
@@ -223,7 +228,7 @@ async def _open(connecting: Connect) -> Client:
 
 
 def connect(
-    *addresses: str, token: str | None = None, path: str = "auto", timeout_s: float = 5.0, ucx_library: str = ""
+    *addresses: str, token: str | None = None, path: str | None = None, timeout_s: float = 5.0, ucx_library: str = ""
 ) -> SyncClient:
     """Connect as `ucxkv.connect` does, and wait until it is done."""
     return SyncClient(connect_async(*addresses, token=token, path=path, timeout_s=timeout_s, ucx_library=ucx_library))

@@ -107,7 +107,18 @@ def test_no_payload_of_any_type_kills_the_node(victim: NodeProcess, batch: list[
 @given(batch=st.lists(messages(), min_size=1, max_size=20), role=st.sampled_from(["client", "node"]))
 def test_every_well_formed_request_is_answered_or_refused(victim: NodeProcess, batch: list[Message], role: str) -> None:
     """Goal: no request is forgotten or ends in a traceback. Method: any values; the log is searched afterwards."""
-    unanswered = (m.Touch, m.Release, m.Return, m.Damaged, m.Surrender, m.Bye, m.Join, m.PutPart, m.OpenData)
+    unanswered = (
+        m.ChosenPath,
+        m.Touch,
+        m.Release,
+        m.Return,
+        m.Damaged,
+        m.Surrender,
+        m.Bye,
+        m.Join,
+        m.PutPart,
+        m.OpenData,
+    )
     with _open(victim, role) as peer:
         for message in batch:
             if isinstance(message, unanswered):

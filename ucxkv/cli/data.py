@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -10,11 +11,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ucxkv.cli.options import AddressOption, JsonOption, TimeoutOption, TokenFileOption, connected, parse_key
+from ucxkv.cli.options import (
+    AddressOption,
+    JsonOption,
+    PathOption,
+    TimeoutOption,
+    TokenFileOption,
+    connected,
+    parse_key,
+)
 from ucxkv.sizes import short_size
 
 if TYPE_CHECKING:
-    from ucxkv.client.results import KeyInfo, NodeStatus
+    from ucxkv.client.results import ConnectionInfo, KeyInfo, NodeStatus
 
 __all__ = ["get", "ls", "put", "rm", "status"]
 
@@ -22,15 +31,22 @@ _TIERS = ("gpu", "host", "nvme")
 
 
 def status(
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Instead: who is connected to each node, by which path, and why.")
+    ] = False,
     address: AddressOption = None,
     as_json: JsonOption = False,
     token_file: TokenFileOption = None,
     timeout: TimeoutOption = 5.0,
+    path: PathOption = None,
 ) -> None:
-    """Show each node: blocks, bytes, leases, clients, evictions."""
+    """Show each node: blocks, bytes, leases, clients, evictions. This command is one of the clients."""
+    if peers:
+        _peers(address, token_file, timeout, path, as_json)
+        return
 
     async def ask() -> list[NodeStatus]:
-        async with connected(address, token_file, timeout) as kv:
+        async with connected(address, token_file, timeout, path) as kv:
             found: list[NodeStatus] = await kv.status()
             return found
 
@@ -41,6 +57,31 @@ def status(
             print(json.dumps({**fields, "uptime_s": round(node.uptime_s, 3), **node.numbers, "facts": node.facts}))
         return
     _print_status(nodes)
+
+
+def _peers(address: list[str] | None, token_file: Path | None, timeout: float, path: str | None, as_json: bool) -> None:
+    async def ask() -> list[ConnectionInfo]:
+        async with connected(address, token_file, timeout, path) as kv:
+            found: list[ConnectionInfo] = await kv.connections()
+            return found
+
+    found = asyncio.run(ask())
+    if as_json:
+        for connection in found:
+            print(json.dumps(dataclasses.asdict(connection)))
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for heading in ("node", "peer", "role", "host", "path", "way", "why"):
+        table.add_column(heading, overflow="fold")
+    for c in found:
+        words = (c.node, c.name, c.role, "same" if c.is_local else "other", c.path, c.way, c.why)
+        table.add_row(*map(Text, words))
+    Console().print(table)
 
 
 def _print_status(nodes: list[NodeStatus]) -> None:
@@ -79,6 +120,7 @@ def put(
     as_json: JsonOption = False,
     token_file: TokenFileOption = None,
     timeout: TimeoutOption = 5.0,
+    path: PathOption = None,
 ) -> None:
     """Store a file's bytes as one block. Exit code 1 when the block was refused."""
     from ucxkv.errors import UsageError
@@ -91,7 +133,7 @@ def put(
     own, before = parse_key(key), parse_key(parent) if parent else None
 
     async def store() -> tuple[str, bool]:
-        async with connected(address, token_file, timeout) as kv:
+        async with connected(address, token_file, timeout, path) as kv:
             status = await kv.put(own, value, parent=before)
             return status.name, status.name in ("STORED", "ALREADY")
 
@@ -110,13 +152,14 @@ def get(
     address: AddressOption = None,
     token_file: TokenFileOption = None,
     timeout: TimeoutOption = 5.0,
+    path: PathOption = None,
 ) -> None:
     """Write a block's bytes to a file or standard output. Exit code 1 on a miss."""
 
     own = parse_key(key)
 
     async def fetch() -> bytes | None:
-        async with connected(address, token_file, timeout) as kv:
+        async with connected(address, token_file, timeout, path) as kv:
             found: bytes | None = await kv.get(own)
             return found
 
@@ -138,11 +181,12 @@ def ls(
     as_json: JsonOption = False,
     token_file: TokenFileOption = None,
     timeout: TimeoutOption = 5.0,
+    path: PathOption = None,
 ) -> None:
     """List the visible blocks: key, bytes, tier, parts, node."""
 
     async def ask() -> list[KeyInfo]:
-        async with connected(address, token_file, timeout) as kv:
+        async with connected(address, token_file, timeout, path) as kv:
             found: list[KeyInfo] = await kv.list_keys(limit=limit)
             return found
 
@@ -164,13 +208,14 @@ def rm(
     as_json: JsonOption = False,
     token_file: TokenFileOption = None,
     timeout: TimeoutOption = 5.0,
+    path: PathOption = None,
 ) -> None:
     """Delete blocks. A block stays while it has children that are not deleted too. Exit code 1 if any stayed."""
 
     own = [parse_key(key) for key in keys]
 
     async def delete() -> list[int]:
-        async with connected(address, token_file, timeout) as kv:
+        async with connected(address, token_file, timeout, path) as kv:
             return [int(value) for value in await kv.delete(own)]
 
     from ucxkv.client.results import DeleteStatus

@@ -41,6 +41,9 @@ def node(
     advertise: Annotated[str | None, typer.Option("--advertise", help="Address that others are told.")] = None,
     token_file: Annotated[Path | None, typer.Option("--token-file", help="File with the shared token.")] = None,
     metrics_listen: Annotated[str | None, typer.Option("--metrics-listen", help="host:port for Prometheus.")] = None,
+    data_port: Annotated[
+        str | None, typer.Option("--data-port", help="Port or range first-last of the data service; 0 takes free ones.")
+    ] = None,
     ucx_library: Annotated[str | None, typer.Option("--ucx-library", help="Path of the libucp.so.0 to use.")] = None,
     message_path: Annotated[
         bool | None, typer.Option("--message-path/--no-message-path", help="Serve over UCX messages too.")
@@ -70,6 +73,7 @@ def node(
         "join": tuple(join) if join else None,
         "advertise": advertise,
         "token_file": token_file,
+        "data_port": data_port,
         "metrics_listen": metrics_listen,
         "ucx_library": ucx_library,
         "message_path": message_path,

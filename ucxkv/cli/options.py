@@ -11,7 +11,7 @@ import typer
 
 from ucxkv.errors import UsageError
 
-__all__ = ["AddressOption", "JsonOption", "TimeoutOption", "TokenFileOption", "connected", "parse_key"]
+__all__ = ["AddressOption", "JsonOption", "PathOption", "TimeoutOption", "TokenFileOption", "connected", "parse_key"]
 
 DEFAULT_ADDRESS = "127.0.0.1:13337"
 _HEX_KEY = re.compile(r"[0-9a-fA-F]{32}\Z")
@@ -25,10 +25,14 @@ JsonOption = Annotated[bool, typer.Option("--json", help="JSON, one object a lin
 TokenFileOption = Annotated[
     Path | None, typer.Option("--token-file", help="File with the shared token; else the environment's UCXKV_TOKEN.")
 ]
+PathOption = Annotated[
+    str | None,
+    typer.Option("--path", help="auto, mapped, rma, message, network or rdma; else UCXKV_PATH, else auto."),
+]
 TimeoutOption = Annotated[float, typer.Option("--timeout", help="Seconds until a call gives up.")]
 
 
-def connected(address: list[str] | None, token_file: Path | None, timeout_s: float, path: str = "auto") -> Any:
+def connected(address: list[str] | None, token_file: Path | None, timeout_s: float, path: str | None = None) -> Any:
     """The client that a command uses: an asynchronous context manager, connected when entered."""
     import ucxkv
     from ucxkv.cli.logs import log_to_stderr

@@ -6,6 +6,7 @@ from ucxkv.client.client import Client
 from ucxkv.client.connecting import Connect, connect
 from ucxkv.client.holding import Lease, View
 from ucxkv.client.results import (
+    ConnectionInfo,
     DeleteStatus,
     GetResult,
     KeyInfo,
@@ -22,6 +23,7 @@ from ucxkv.client.results import (
 __all__ = [
     "Client",
     "Connect",
+    "ConnectionInfo",
     "DeleteStatus",
     "GetResult",
     "KeyInfo",

@@ -16,7 +16,7 @@ from ucxkv.client.blocks import BlockCalls
 from ucxkv.client.holding import Lease, View
 from ucxkv.client.mapped import MappedPath
 from ucxkv.client.reading import plan
-from ucxkv.client.results import DeleteStatus, KeyInfo, Match, NodeStatus, PeerInfo
+from ucxkv.client.results import ConnectionInfo, DeleteStatus, KeyInfo, Match, NodeStatus, PeerInfo
 from ucxkv.keys import Keys, as_key
 from ucxkv.protocol import messages as m
 
@@ -201,6 +201,21 @@ class Client(BlockCalls):
             assert isinstance(r, m.NodeReport)
             reports.append(NodeStatus(r.name, r.address, r.version, r.epoch, r.uptime_s, r.numbers, r.facts))
         return reports
+
+    async def connections(self, *, deadline_s: float | None = None) -> list[ConnectionInfo]:
+        """Who is connected to every reachable node, by which path and why: the nodes' view of all their peers."""
+        self._check()
+        deadline_ns = self._deadline(deadline_s)
+        found = []
+        for link in list(self._router.links.values()):
+            answer = await link.ask(m.GetConnections(), deadline_ns)
+            assert isinstance(answer, m.Connections)
+            host = link.welcome.host
+            found += [
+                ConnectionInfo(link.name, c.name, c.role, c.host == host, c.path, c.way, c.why)
+                for c in answer.connections
+            ]
+        return found
 
     async def list_keys(self, limit: int = 1000, *, deadline_s: float | None = None) -> list[KeyInfo]:
         """Up to `limit` visible blocks, in no particular order; blocks put or removed meanwhile may be missing."""

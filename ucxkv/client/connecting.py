@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 from ucxkv import errors
 from ucxkv.client.client import Client
-from ucxkv.client.opening import PATHS, LinkOptions
+from ucxkv.client.networks import Networks
+from ucxkv.client.opening import LinkOptions
 from ucxkv.client.router import Router
 from ucxkv.dial import mapped_error
+from ucxkv.settings import path_setting
 from ucxkv.transport.address import parse_address
 from ucxkv.transport.base import UsageError as TransportUsageError
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ucxkv.client.message import MessageEngine
+    from ucxkv.settings import AskedPath
 
 __all__ = ["Connect", "connect"]
 
@@ -27,10 +30,12 @@ __all__ = ["Connect", "connect"]
 class Connect:
     """A client to be: `async with connect(...) as kv:`, or `kv = await connect(...)` and later `await kv.aclose()`."""
 
-    def __init__(self, addresses: tuple[str, ...], token: str, path: str, timeout_s: float, ucx_library: str) -> None:
+    def __init__(
+        self, addresses: tuple[str, ...], token: str, asked: AskedPath, timeout_s: float, ucx_library: str
+    ) -> None:
         self._addresses = addresses
         self._token = token
-        self._path = path
+        self._asked = asked
         self._timeout_s = timeout_s
         self._ucx_library = ucx_library
         self._client: Client | None = None
@@ -52,7 +57,8 @@ class Connect:
         options = LinkOptions(
             name=f"{socket.gethostname()}:{os.getpid()}",
             token=self._token,
-            path=self._path,
+            asked=self._asked,
+            networks=Networks(),
             handler=router.on_message,
             on_lost=router.on_lost,
             engine=make_engine,
@@ -79,13 +85,14 @@ class Connect:
 
 
 def connect(
-    *addresses: str, token: str | None = None, path: str = "auto", timeout_s: float = 5.0, ucx_library: str = ""
+    *addresses: str, token: str | None = None, path: str | None = None, timeout_s: float = 5.0, ucx_library: str = ""
 ) -> Connect:
     """Connect to the cluster that the nodes at `addresses` belong to ("host:port", "[ipv6]:port", "unix:@name").
 
     One address that answers is enough; the others of the cluster are learnt from it. token: shared secret, default the
-    environment's UCXKV_TOKEN. path: "auto" (mapped memory on the same host, else UCX messages), "mapped",
-    "message" or "network".
+    environment's UCXKV_TOKEN. path: "auto" (the best that works), or what is demanded: "mapped", "rma", "message",
+    "network", "rdma" (see `ucxkv.settings.PATHS`); default the environment's UCXKV_PATH, then the file that
+    UCXKV_CONFIG names, then "auto".
     timeout_s: deadline of connecting, and of every call that gives none of its own. ucx_library: libucp to use for
     messages.
     """
@@ -96,10 +103,9 @@ def connect(
             parse_address(address)
         except TransportUsageError as exc:
             raise mapped_error(exc) from exc
-    if path not in PATHS:
-        raise errors.UsageError(f"path={path!r}; one of {', '.join(PATHS)}")
+    asked = path_setting(path)
     if not timeout_s > 0:
         raise errors.UsageError(f"timeout_s={timeout_s}; pass seconds above 0")
     return Connect(
-        addresses, os.environ.get("UCXKV_TOKEN", "") if token is None else token, path, timeout_s, ucx_library
+        addresses, os.environ.get("UCXKV_TOKEN", "") if token is None else token, asked, timeout_s, ucx_library
     )

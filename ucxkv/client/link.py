@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ucxkv.protocol import Message
     from ucxkv.transport.control import ControlConnection
     from ucxkv.transport.control import Message as ControlMessage
+    from ucxkv.transport.ranking import Way
 
 __all__ = ["NodeLink"]
 
@@ -40,11 +41,18 @@ class NodeLink:
     """An open session with one node. Made by `ucxkv.client.opening.open_link`."""
 
     def __init__(
-        self, welcome: m.Welcome, connection: ControlConnection, path: Path, on_lost: Callable[[NodeLink], None]
+        self,
+        welcome: m.Welcome,
+        connection: ControlConnection,
+        path: Path,
+        on_lost: Callable[[NodeLink], None],
+        way: Way,
     ) -> None:
         self.welcome = welcome
         self.connection = connection
         self.path = path
+        self.way = way
+        """Where the node is, seen from here."""
         self.name = welcome.name
         self.address = welcome.address
         self.node_id = welcome.node_id

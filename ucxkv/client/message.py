@@ -15,20 +15,23 @@ import numpy as np
 from ucxkv import errors
 from ucxkv.client.path import U8, U16, U64, ReadInto, pieces_iov
 from ucxkv.client.results import PathKind, ReadStatus
-from ucxkv.dial import ask, host_identity, mapped_error
+from ucxkv.dial import ask, mapped_error
 from ucxkv.protocol import messages as m
 from ucxkv.tiers import copy as tier_copy
 from ucxkv.transport.address import TcpAddress, parse_address
 from ucxkv.transport.base import TransportError
 from ucxkv.transport.data import TCP_FRAGMENT_BYTES, DataClient, WriteStatus
 from ucxkv.transport.endpoint import Endpoint
+from ucxkv.transport.lanes import lanes_of, lanes_text
 from ucxkv.transport.onesided import RemoteReader
 from ucxkv.transport.progress import Worker
-from ucxkv.transport.ucx import SAME_HOST_TRANSPORTS, Context
+from ucxkv.transport.ucx import SAME_HOST_TRANSPORTS, Context, why_no_verbs
 
 if TYPE_CHECKING:
     from ucxkv.buffers import Pieces
     from ucxkv.transport.control import ControlConnection
+    from ucxkv.transport.lanes import Lane
+    from ucxkv.transport.rails import RailChoice
 
 __all__ = ["MessageEngine", "MessagePath"]
 
@@ -36,47 +39,69 @@ _CLOSE_S = 2.0
 
 
 class MessageEngine:
-    """The UCX workers of one client: at most one for this host and one for the network."""
+    """The UCX workers of one client: at most one for this host, and one for each choice of network devices."""
 
     def __init__(self, library: str) -> None:
         self._library = library or None
-        self._workers: dict[bool, Worker] = {}
+        self._workers: dict[tuple[str, ...] | None, Worker] = {}
+        """By network devices; None: for this host's nodes, over shared memory."""
         self._closing: set[asyncio.Task[None]] = set()
         self._connecting: dict[int, asyncio.Lock] = {}
         """By node: a node tells our connect requests apart by our worker alone, so there is one at a time."""
 
-    def _worker(self, is_same_host: bool) -> Worker:
-        worker = self._workers.get(is_same_host)
+    def why_no_verbs(self) -> str:
+        """See `transport.ucx.why_no_verbs`. Raises SetupError (no usable UCX here)."""
+        try:
+            return why_no_verbs(self._library)
+        except TransportError as exc:
+            raise mapped_error(exc) from exc
+
+    def _worker(self, network: RailChoice | None) -> Worker:
+        key = None if network is None else network.devices
+        worker = self._workers.get(key)
         if worker is None:
-            transports = SAME_HOST_TRANSPORTS if is_same_host else None
-            context = Context(transports=transports, is_shared=False, library_path=self._library)
+            context = Context(
+                transports=SAME_HOST_TRANSPORTS if network is None else None,
+                devices=key or (),
+                rails=len(key or ()) if network is not None and network.is_rdma else 0,
+                is_shared=False,
+                library_path=self._library,
+            )
             try:
                 worker = Worker(context)
             except BaseException:
                 context.close()
                 raise
-            self._workers[is_same_host] = worker
+            self._workers[key] = worker
         return worker
 
     async def open_path(
-        self, welcome: m.Welcome, connection: ControlConnection, *, is_local: bool, wants_rma: bool, deadline_ns: int
+        self,
+        welcome: m.Welcome,
+        connection: ControlConnection,
+        *,
+        network: RailChoice | None,
+        wants: PathKind | None,
+        deadline_ns: int,
     ) -> MessagePath:
-        """A path to the node behind `connection`. is_local: its process was reached without the network.
-
-        wants_rma: read one-sidedly in any case; else where the lane is RDMA.
+        """A path to the node behind `connection`. network: the devices to use; None: shared memory, for a process of
+        this host that was reached without the network. wants: RMA or MESSAGE in any case; None: one-sided reads where
+        the lane is RDMA.
 
         Raises SetupError (no usable UCX here), Unavailable.
         """
-        is_same_host = is_local and welcome.host == host_identity()
+        is_same_host = network is None
         try:
-            worker = self._worker(is_same_host)
+            worker = self._worker(network)
             if not is_same_host and welcome.data_port and worker.context.has_rdma:
                 async with self._connecting.setdefault(welcome.node_id, asyncio.Lock()):
                     opened = await _open_data(welcome, connection, worker, deadline_ns, by_socket=True)
                     endpoint = await _connect_by_socket(worker, connection, welcome.data_port, deadline_ns)
             else:
-                opened = await _open_data(welcome, connection, worker, deadline_ns, is_same_host=is_same_host)
-                endpoint = Endpoint.connect(worker, welcome.data_address, is_peer_mode=not is_same_host)
+                endpoint, opened = await _connect_by_address(
+                    welcome, connection, worker, deadline_ns, is_same_host=is_same_host
+                )
+            lanes = lanes_of(endpoint)
         except TransportError as exc:
             raise mapped_error(exc, welcome.name) from exc
         client = DataClient(
@@ -85,22 +110,30 @@ class MessageEngine:
             welcome.session,
             fragment_bytes=0 if is_same_host else TCP_FRAGMENT_BYTES,
         )
-        path = self._path(client, endpoint, opened, is_same_host=is_same_host, wants_rma=wants_rma)
+        path = self._path(client, endpoint, opened, lanes, is_same_host=is_same_host, wants=wants)
         connection.on_closed(lambda _: client.lost())
         client.on_lost = connection.abort  # the link ends with its data path, and is made anew
         return path
 
     def _path(
-        self, client: DataClient, endpoint: Endpoint, opened: m.DataOpened, *, is_same_host: bool, wants_rma: bool
+        self,
+        client: DataClient,
+        endpoint: Endpoint,
+        opened: m.DataOpened,
+        lanes: tuple[Lane, ...],
+        *,
+        is_same_host: bool,
+        wants: PathKind | None,
     ) -> MessagePath:
-        over = "shared memory" if is_same_host else "the network"
-        has_rdma = not is_same_host and opened.has_rdma and endpoint.worker.context.has_rdma
-        if not (wants_rma or has_rdma):
+        has_rdma = opened.has_rdma and any(lane.has_rma for lane in lanes)
+        over = "shared memory" if is_same_host else "RDMA" if has_rdma else "the network"
+        over = f"{over} ({lanes_text(lanes)})"
+        if wants is PathKind.MESSAGE or not (wants or has_rdma):
             return MessagePath(self, client, f"messages over {over}")
         from ucxkv.client.rma import RmaPath  # it builds on this module
 
         reader = RemoteReader(endpoint, opened.key, opened.base, opened.size_bytes)
-        return RmaPath(self, client, f"one-sided reads over {'RDMA' if has_rdma else over}", reader)
+        return RmaPath(self, client, f"one-sided reads over {over}", reader)
 
     def close_later(self, client: DataClient) -> None:
         """Close a data client in the background; `aclose` waits for it."""
@@ -144,6 +177,24 @@ async def _open_data(
     if not isinstance(opened, m.DataOpened):
         raise errors.Unavailable("the node's answer to OpenData does not fit it", node=welcome.name)
     return opened
+
+
+async def _connect_by_address(
+    welcome: m.Welcome, connection: ControlConnection, worker: Worker, deadline_ns: int, *, is_same_host: bool
+) -> tuple[Endpoint, m.DataOpened]:
+    """An endpoint to the node's worker, and the node's to ours.
+
+    Over the network ours stands first: the node's then uses the same connections, and connects to nobody, which
+    firewalls and address translation on this side would prevent.
+    """
+    endpoint = Endpoint.connect(worker, welcome.data_address, is_peer_mode=not is_same_host)
+    try:
+        if not is_same_host:
+            await endpoint.flush(deadline_ns=deadline_ns)
+        return endpoint, await _open_data(welcome, connection, worker, deadline_ns, is_same_host=is_same_host)
+    except BaseException:
+        await endpoint.aclose(force=True)
+        raise
 
 
 async def _connect_by_socket(worker: Worker, connection: ControlConnection, port: int, deadline_ns: int) -> Endpoint:

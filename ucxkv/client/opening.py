@@ -1,67 +1,84 @@
 """Opening a link: handshake, choice of the path, mapping of the node's memory. Every failure leaves nothing behind.
 
-The path is chosen by what works, in this order: the node's memory mapped (same host, same network namespace,
-permitted);
-else UCX to the node's data thread, with one-sided reads where both sides have an RDMA device, and active messages
-elsewhere
-(over TCP UCX's own one-sided read is several times slower). `path="mapped"`, `"rma"` or `"message"` demands one of
-them;
-`"network"` is as to another host, also on the same one.
+The path is chosen by the way to the node (`transport.ranking`), then by what works: the node's memory mapped (same
+host, same network namespace, permitted); else UCX to the node's data thread, with one-sided reads where RDMA ports of
+both sides meet, and active messages elsewhere (over TCP UCX's own one-sided read is several times slower).
+
+What a path other than "auto" demands is in `ucxkv.settings`; what cannot be had is a SetupError that names who asked.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ucxkv import errors
 from ucxkv.client.link import NodeLink
 from ucxkv.client.mapped import MappedPath
-from ucxkv.dial import Caller, Dialed, dial, host_identity
+from ucxkv.client.results import PathKind
+from ucxkv.dial import Caller, Dialed, dial
 from ucxkv.directory import SlotTableError
+from ucxkv.protocol import messages as m
+from ucxkv.settings import PATHS
 from ucxkv.tiers.base import TierError
 from ucxkv.transport.base import PeerLost
+from ucxkv.transport.ranking import Way, way_between
+from ucxkv.whereabouts import location_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ucxkv.client.message import MessageEngine, MessagePath
+    from ucxkv.client.networks import Networks
     from ucxkv.client.path import Path
-    from ucxkv.protocol import messages as m
+    from ucxkv.settings import AskedPath
     from ucxkv.transport.control import Handler
+    from ucxkv.transport.rails import RailChoice
+    from ucxkv.transport.ranking import Location
 
-__all__ = ["PATHS", "LinkOptions", "open_link"]
+__all__ = ["PATHS", "LinkOptions", "open_link", "path_for"]
 
-PATHS = ("auto", "mapped", "rma", "message", "network")
 _INLINE_WAIT_US = 60
 _MAPPING = ("auto", "mapped")
+_NETWORK = ("network", "rdma")
 
 log = logging.getLogger("ucxkv.client")
+
+
+def path_for(way: Way) -> PathKind:
+    """The path to try first."""
+    if way.is_network:
+        return PathKind.MESSAGE if way is Way.TCP else PathKind.RMA
+    return PathKind.MAPPED
 
 
 class LinkOptions:
     """What every link of one client shares."""
 
-    __slots__ = ("engine", "handler", "name", "on_lost", "path", "token")
+    __slots__ = ("asked", "engine", "handler", "name", "networks", "on_lost", "token")
 
     def __init__(
         self,
         *,
         name: str,
         token: str,
-        path: str,
+        asked: AskedPath,
+        networks: Networks,
         handler: Handler,
         on_lost: Callable[[NodeLink], None],
         engine: Callable[[], MessageEngine],
     ) -> None:
         self.name = name
         self.token = token
-        self.path = path
+        self.asked = asked
+        self.networks = networks
         self.handler = handler
         self.on_lost = on_lost
         self.engine = engine
-        """Makes or returns the client's UCX worker; only called when a link needs the message path."""
+        """Makes or returns the client's UCX workers; only called when a link needs the message path."""
 
 
 async def open_link(address: str, options: LinkOptions, deadline_ns: int) -> NodeLink:
@@ -69,94 +86,161 @@ async def open_link(address: str, options: LinkOptions, deadline_ns: int) -> Nod
 
     Raises Unavailable, DeadlineExceeded, SetupError (token, demanded path not possible), VersionMismatch.
     """
-    caller = Caller(role="client", name=options.name, token=options.token)
-    dialed = await dial(address, caller, deadline_ns, handler=options.handler, inline_wait_us=_INLINE_WAIT_US)
+    opening = _Opening(address, options, deadline_ns)
     try:
-        path, dialed, why = await _choose(dialed, address, caller, options, deadline_ns)
+        await opening.dial()
+        path, way = await opening.choose()
+        link = NodeLink(opening.dialed.welcome, opening.dialed.connection, path, options.on_lost, way)
     except BaseException:
-        dialed.connection.abort()
+        opening.abort()
         raise
-    path.why = why
-    welcome = dialed.welcome
-    log.info("link.up node=%s address=%s path=%s why=%s", welcome.name, welcome.address, path.kind.value, why)
-    return NodeLink(dialed.welcome, dialed.connection, path, options.on_lost)
+    link.tell(m.ChosenPath(path.kind.value, way.words, path.why))
+    log.info("link.up node=%s address=%s path=%s why=%s", link.name, link.address, path.kind.value, path.why)
+    return link
 
 
-async def _choose(
-    dialed: Dialed, address: str, caller: Caller, options: LinkOptions, deadline_ns: int
-) -> tuple[Path, Dialed, str]:
-    is_local, why_not = False, f'the caller asked for path="{options.path}"'
-    try:
-        if options.path == "network":
-            raise errors.Unavailable(why_not)
-        local = await _dial_local(dialed.welcome, caller, options, deadline_ns)
-    except errors.UcxKvError as exc:
-        if options.path in _MAPPING:
-            why_not = str(exc)
-    else:
-        dialed.connection.abort()
-        dialed, is_local = local, True
-        if options.path in _MAPPING:
-            try:
-                fds, dialed.fds = dialed.fds, ()
-                return MappedPath(dialed.welcome, fds), dialed, "same host: the node handed out its memory"
-            except (TierError, SlotTableError, OSError) as exc:
-                why_not = str(exc)
-    if options.path == "mapped":
-        dialed.connection.abort()
-        raise errors.SetupError(
-            f"the memory of the node at {address} cannot be mapped: {why_not}",
-            fix='run client and node on one host as one user, or use path="auto"',
-        )
-    try:
-        path = await _open_messages(dialed, options, deadline_ns, why_not, is_local=is_local)
-    except BaseException:
-        dialed.connection.abort()
-        raise
-    return path, dialed, f"{path.over}: {why_not}"
+class _Opening:
+    """One attempt; `dialed` is the connection that the link will keep."""
 
+    dialed: Dialed
 
-async def _dial_local(welcome: m.Welcome, caller: Caller, options: LinkOptions, deadline_ns: int) -> Dialed:
-    """The same node through its local socket: proof that it is on this host, and where descriptors can travel."""
-    if welcome.host != host_identity():
-        raise errors.Unavailable("the node runs on another host")
-    if not welcome.local_name:
-        raise errors.Unavailable("the node offers no local socket")
-    try:
-        local = await dial(
-            f"unix:@{welcome.local_name}",
-            caller,
-            deadline_ns,
-            handler=options.handler,
-            want_memory=options.path in _MAPPING,
+    def __init__(self, address: str, options: LinkOptions, deadline_ns: int) -> None:
+        self._address = address
+        self._options = options
+        self._deadline_ns = deadline_ns
+        self._asked = options.asked.path
+        self._caller = Caller(role="client", name=options.name, token=options.token)
+
+    async def dial(self) -> None:
+        """Connect over the network (which may be the loopback)."""
+        self.dialed = await dial(
+            self._address,
+            self._caller,
+            self._deadline_ns,
+            handler=self._options.handler,
             inline_wait_us=_INLINE_WAIT_US,
         )
-    except errors.Unavailable as exc:
-        if isinstance(exc.__cause__, PeerLost):
-            raise errors.Unavailable(
-                "the node's local socket cannot be reached from here, though its kernel is the same: another network "
-                "namespace (a container?)"
-            ) from exc
-        raise
-    if local.welcome.node_id != welcome.node_id:
-        for fd in local.fds:
-            os.close(fd)
-        local.connection.abort()
-        raise errors.Unavailable("another node answers on the local socket")
-    return local
 
+    def abort(self) -> None:
+        """Drop the connection. Idempotent."""
+        if hasattr(self, "dialed"):
+            self.dialed.connection.abort()
 
-async def _open_messages(
-    dialed: Dialed, options: LinkOptions, deadline_ns: int, why_not: str, *, is_local: bool
-) -> MessagePath:
-    welcome = dialed.welcome
-    if not welcome.data_address:
-        raise errors.SetupError(
-            f"node {welcome.name} cannot be read from here",
-            found=f"not mapped ({why_not}); its message path is off ({welcome.data_why_off or 'by its configuration'})",
-            needed="one of the two",
-            fix="run the client on the node's host, or start the node with a UCX library (see `ucxkv doctor`)",
+    async def choose(self) -> tuple[Path, Way]:
+        """The path, with its reason, and the way that it goes."""
+        node = location_of(self.dialed.welcome)
+        way = way_between(self._options.networks.here, node)
+        why_not = "the node runs on another host"
+        if self._asked in _NETWORK:
+            why_not = f"{self._options.asked.by} is as to another host"
+        elif path_for(way) is PathKind.MAPPED:
+            try:
+                local = await self._dial_local()
+            except errors.UcxKvError as exc:
+                why_not = str(exc)
+            else:
+                self.abort()
+                self.dialed = local
+                return await self._over_memory(way), way
+        if self._asked == "mapped":
+            raise self._cannot_map(why_not)
+        return await self._over_network(node, why_not)
+
+    async def _over_memory(self, way: Way) -> Path:
+        """The node's local socket answered: map its memory, or let UCX copy through shared memory."""
+        why_not = f"{self._options.asked.by} was asked for"
+        if self._asked in _MAPPING:
+            try:
+                fds, self.dialed.fds = self.dialed.fds, ()
+                path = MappedPath(self.dialed.welcome, fds)
+                path.why = f"{way.words}: the node handed out its memory"
+                return path
+            except (TierError, SlotTableError, OSError) as exc:
+                why_not = str(exc)
+            if self._asked == "mapped":
+                raise self._cannot_map(why_not)
+        return await self._open_messages(None, f"{way.words}; {why_not}", self._deadline_ns)
+
+    async def _over_network(self, node: Location, why_not: str) -> tuple[Path, Way]:
+        """UCX over the devices that lead to the node; over TCP where RDMA was chosen and does not come through."""
+        why_no_verbs = self._options.engine().why_no_verbs() if node.rails else ""
+        network, way = await self._choose_devices(node, why_no_verbs)
+        if path_for(way) is PathKind.RMA:
+            why = f"{way.words}, {network.why}; {why_not}"
+            if self._asked == "rdma":
+                return await self._open_messages(network, why, self._deadline_ns), way
+            now_ns = time.monotonic_ns()
+            try:
+                return await self._open_messages(network, why, now_ns + (self._deadline_ns - now_ns) // 2), way
+            except errors.Unavailable as exc:
+                why_not = f"RDMA over {network.net_devices} did not come through ({exc}); {why_not}"
+                log.warning("link.no_rdma node=%s why=%s", self.dialed.welcome.name, why_not)
+            self.abort()
+            await self.dial()
+            network, way = await self._choose_devices(replace(node, rails=frozenset()), "")
+            return await self._open_messages(network, why_not, self._deadline_ns), way
+        if self._asked == "rdma":
+            raise self._no_rdma(network.why)
+        return await self._open_messages(network, f"{why_not}; {network.why}", self._deadline_ns), way
+
+    async def _choose_devices(self, node: Location, why_no_verbs: str) -> tuple[RailChoice, Way]:
+        return await self._options.networks.choose(node, self.dialed.connection.local_host, why_no_verbs)
+
+    async def _dial_local(self) -> Dialed:
+        """The same node through its local socket: proof that it is on this host, and where descriptors can travel."""
+        welcome = self.dialed.welcome
+        if not welcome.local_name:
+            raise errors.Unavailable("the node offers no local socket")
+        try:
+            local = await dial(
+                f"unix:@{welcome.local_name}",
+                self._caller,
+                self._deadline_ns,
+                handler=self._options.handler,
+                want_memory=self._asked in _MAPPING,
+                inline_wait_us=_INLINE_WAIT_US,
+            )
+        except errors.Unavailable as exc:
+            if isinstance(exc.__cause__, PeerLost):
+                raise errors.Unavailable(
+                    "the node's local socket cannot be reached from here, though its kernel is the same: another "
+                    "network namespace (a container?)"
+                ) from exc
+            raise
+        if local.welcome.node_id != welcome.node_id:
+            for fd in local.fds:
+                os.close(fd)
+            local.connection.abort()
+            raise errors.Unavailable("another node answers on the local socket")
+        return local
+
+    async def _open_messages(self, network: RailChoice | None, why: str, deadline_ns: int) -> MessagePath:
+        """UCX to the node's data thread, over these devices or (None) shared memory."""
+        welcome = self.dialed.welcome
+        if not welcome.data_address:
+            raise errors.SetupError(
+                f"node {welcome.name} cannot be read from here",
+                found=f"not mapped ({why}); its message path is off ({welcome.data_why_off or 'by its configuration'})",
+                needed="one of the two",
+                fix="run the client on the node's host, or start the node with a UCX library (see `ucxkv doctor`)",
+            )
+        wants = {"rma": PathKind.RMA, "message": PathKind.MESSAGE}.get(self._asked)
+        path = await self._options.engine().open_path(
+            welcome, self.dialed.connection, network=network, wants=wants, deadline_ns=deadline_ns
         )
-    return await options.engine().open_path(
-        welcome, dialed.connection, is_local=is_local, wants_rma=options.path == "rma", deadline_ns=deadline_ns
-    )
+        path.why = f"{path.over}: {why}"
+        return path
+
+    def _cannot_map(self, why_not: str) -> errors.SetupError:
+        return errors.SetupError(
+            f"the memory of the node at {self._address} cannot be mapped: {why_not}",
+            needed=f"{self._options.asked.by} demands it",
+            fix='run client and node on one host as one user, or use path="auto"',
+        )
+
+    def _no_rdma(self, why_not: str) -> errors.SetupError:
+        return errors.SetupError(
+            f"the node at {self._address} cannot be reached by RDMA: {why_not}",
+            needed=f"{self._options.asked.by} demands it",
+            fix='`ucxkv doctor` and `ucxkv topo` on both hosts show what is missing; or use path="auto"',
+        )

@@ -19,6 +19,7 @@ U8 = npt.NDArray[np.uint8]
 U64 = npt.NDArray[np.uint64]
 
 __all__ = [
+    "ConnectionInfo",
     "DeleteStatus",
     "GetResult",
     "KeyInfo",
@@ -148,13 +149,34 @@ class PathKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PeerInfo:
-    """One node as this client sees it; `why` says why the path was chosen, or why the node is not reachable."""
+    """One node as this client sees it; `why` says why the path was chosen, or why the node is not reachable.
+
+    way: where it is, seen from here: "same process", "same host", "same rail", "cross rail" or "TCP"; "" unreachable.
+    """
 
     name: str
     address: str
     path: PathKind
     why: str
     alive: bool
+    way: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionInfo:
+    """One connection of a node, as that node knows it.
+
+    node: the node's name; name: the peer's (a client's host:pid); role: "client" or "node"; is_local: whether it is on
+    the node's host; path: a PathKind, or "control" for a node's link, which moves no bytes; way and why as in PeerInfo.
+    """
+
+    node: str
+    name: str
+    role: str
+    is_local: bool
+    path: str
+    way: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)

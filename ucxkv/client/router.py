@@ -22,6 +22,8 @@ from ucxkv.ids import NodeId
 from ucxkv.placement import Members, home, home_indices
 from ucxkv.protocol import MessageError, decode
 from ucxkv.protocol import messages as m
+from ucxkv.transport.ranking import Source, rank_sources
+from ucxkv.whereabouts import process_identity
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,6 +57,7 @@ class Router:
         self._dialing: dict[str, asyncio.Task[None]] = {}
         self._members: Members | None = None
         self._homes: dict[bytes, str] = {}
+        self._nearest: list[NodeLink] = []
         self._is_open = True
         self._is_opening = False
         self.sole: NodeLink | None = None
@@ -148,6 +151,8 @@ class Router:
         self.fast = (sole, sole.path) if sole is not None and isinstance(sole.path, MappedPath) else None
         read_into = sole.path.read_into if sole is not None else None
         self.fast_read = (sole, read_into) if sole is not None and read_into is not None else None
+        ranked = rank_sources([Source(name, link.way) for name, link in self.links.items()], process_identity())
+        self._nearest = [self.links[source.name] for source in ranked]
         for name in () if self._is_opening else fresh:  # `open` dials those itself
             self._redial(name)
 
@@ -177,6 +182,7 @@ class Router:
         for link in list(self.links.values()):
             link.close()
         self.links.clear()
+        self._nearest = []
         self.sole = self.fast = self.fast_read = None
 
     # ---- homes
@@ -206,13 +212,11 @@ class Router:
         homes[key] = link.name
 
     def order(self, key: bytes) -> list[NodeLink]:
-        """All reachable nodes, the likeliest holder of `key` first."""
+        """All reachable nodes: the likeliest holder of `key`, then by nearness."""
         if self.sole is not None:
             return [self.sole]
         first = self.links.get(self._homes.get(key, "")) or self.home_link(key)
-        if first is None:
-            return list(self.links.values())
-        return [first, *(link for link in self.links.values() if link is not first)]
+        return self._nearest if first is None else [first, *(link for link in self._nearest if link is not first)]
 
     def remembered(self, key: bytes) -> NodeLink | None:
         """The node where `key` was seen last, while it is reachable."""
@@ -224,7 +228,7 @@ class Router:
         for name, member in sorted(self._known.items()):
             link = self.links.get(name)
             if link is not None:
-                out.append(PeerInfo(name, member.address, link.path.kind, link.path.why, True))
+                out.append(PeerInfo(name, member.address, link.path.kind, link.path.why, True, link.way.words))
             else:
                 out.append(
                     PeerInfo(name, member.address, PathKind.NONE, self._last_error.get(name, "not reached yet"), False)

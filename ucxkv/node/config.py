@@ -6,6 +6,8 @@ import socket
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ucxkv.errors import SetupError
+
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -64,8 +66,26 @@ class NodeConfig:
     """Path of libucp.so.0 to use; empty = a system UCX with verbs where this host has an RDMA device, else the
     newest of the libucx wheel's and the system's.
     """
+    data_port: int | str = 0
+    """TCP port, or range "first-last", of the data service, for firewalls; 0 takes free ones. With RDMA at least two:
+    the first is for clients that connect by RDMA.
+    """
     metrics_listen: str = ""
     """host:port of the Prometheus endpoint; empty = none."""
+
+    def data_ports(self) -> tuple[int, int] | None:
+        """First and last port of the data service, None for any. Raises SetupError for what is no port or range."""
+        text = str(self.data_port)
+        if text == "0":
+            return None
+        first, dash, last = text.partition("-")
+        found = [int(part) if part.isascii() and part.isdecimal() and len(part) <= 5 else 0 for part in (first, last)]
+        ports = (found[0], found[1] if dash else found[0])
+        if not 1 <= ports[0] <= ports[1] <= 65_535:
+            raise SetupError(
+                f"data_port = {self.data_port!r}", needed="a port, a range as 13338-13345 (1 to 65535), or 0 for any"
+            )
+        return ports
 
     def slots(self) -> int:
         """Capacity of the slot table."""

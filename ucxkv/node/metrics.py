@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from ucxkv import errors
+from ucxkv.node.session import PATH_KINDS
 from ucxkv.transport.address import TcpAddress, parse_address
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-__all__ = ["COUNTERS", "METRIC_TEXTS", "MetricsServer"]
+__all__ = ["BY_PATH", "COUNTERS", "METRIC_TEXTS", "MetricsServer"]
 
 _SCRAPE_S = 1.0
 
@@ -62,6 +63,8 @@ COUNTERS = frozenset(
     ("puts", "stored", "grants", "evicted", "evicted_bytes", "deleted", "lost", "damaged", "connections_refused")
 )
 _MESSAGE_LEVELS = ("message_sessions", "message_grants")
+BY_PATH = "connections_by_path"
+_BY_PATH_TEXT = "open control connections by the path that moves their bytes"
 
 
 class _Report(Collector):
@@ -83,7 +86,12 @@ class _Report(Collector):
         except concurrent.futures.TimeoutError:
             future.cancel()
             self._late += 1
-        for name, value in {**self._last, "scrape_late": float(self._late)}.items():
+        numbers = {**self._last, "scrape_late": float(self._late)}
+        by_path = GaugeMetricFamily(f"ucxkv_{BY_PATH}", _BY_PATH_TEXT, labels=["node", "path"])
+        for path in PATH_KINDS:
+            by_path.add_metric([self._name, path], numbers.pop(f"connections_{path}", 0.0))
+        yield by_path
+        for name, value in numbers.items():
             is_counter = name in COUNTERS or name == "scrape_late"
             is_counter |= name.startswith("message_") and name not in _MESSAGE_LEVELS
             text = METRIC_TEXTS.get(

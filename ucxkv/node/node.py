@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Self
 
 import structlog
@@ -27,7 +28,7 @@ from ucxkv.node.peers import PeerLinks
 from ucxkv.node.placing import Placing
 from ucxkv.node.requests import Requests
 from ucxkv.node.service import Service
-from ucxkv.node.session import Session, SessionState
+from ucxkv.node.session import PATH_KINDS, Session, SessionState, printable
 from ucxkv.node.store import HostStore
 from ucxkv.protocol import WIRE_VERSION, MessageError, decode, encode
 from ucxkv.protocol import messages as m
@@ -36,6 +37,7 @@ from ucxkv.transport.address import TcpAddress, UnixAddress, parse_address
 from ucxkv.transport.base import ProtocolError, TransportError
 from ucxkv.transport.control_server import ControlServer
 from ucxkv.version import VERSION
+from ucxkv.whereabouts import place_of
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -275,6 +277,7 @@ class Node:
             data_address=self.service.address,
             data_why_off=self.service.why_off,
             data_port=self.service.port,
+            place=place_of(self.placing.placement.numa, self.service.rails),
         )
 
     # ---- messages
@@ -331,6 +334,7 @@ class Node:
 
     def _numbers(self) -> dict[str, float]:
         server = self._server
+        paths = Counter(session.path_kind for session in self.sessions.values())
         return {
             **self.store.numbers(),
             **self.service.numbers(),
@@ -338,7 +342,15 @@ class Node:
             "connections_refused": server.refused_count if server else 0,
             "nodes": len(self.peers.members()),
             "vanished_writers": len(self._gone),
+            **{f"connections_{kind}": paths[kind] for kind in PATH_KINDS},
         }
+
+    def connections(self) -> list[m.ConnectionInfo]:
+        """What `GetConnections` answers."""
+        return [
+            m.ConnectionInfo(printable(s.name), s.role, s.host, s.path_kind, s.way, s.why)
+            for s in sorted(self.sessions.values(), key=lambda session: (session.role, session.name))
+        ]
 
     def report(self) -> m.NodeReport:
         """What `GetStatus` answers."""

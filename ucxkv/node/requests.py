@@ -83,6 +83,11 @@ class Requests:
             case m.Bye():
                 session.state = SessionState.LEAVING
                 return None
+            case m.ChosenPath():
+                session.chose(request.path, request.way, request.why)
+                return None
+            case m.GetConnections():
+                return m.Connections(connections=self._node.connections())
             case m.ListKeys():
                 return self._store.list_keys(request)
             case m.GetStatus():

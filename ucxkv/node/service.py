@@ -12,6 +12,7 @@ import numpy as np
 import structlog
 
 from ucxkv import errors
+from ucxkv.protocol import WIRE_VERSION
 from ucxkv.protocol import messages as m
 from ucxkv.transport.base import TransportError
 
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
     from ucxkv.node.placing import Placing
     from ucxkv.node.store import HostStore
     from ucxkv.transport.memory import MemoryRegion
+    from ucxkv.transport.rails import Rail
     from ucxkv.transport.service import DataService
     from ucxkv.transport.ucx import Context
 
-__all__ = ["Service"]
+__all__ = ["Service", "port_settings"]
 
 OWN_REGION = 0
 _BUSY = 1  # transport.service.GrantStatus.BUSY, without loading libucp
@@ -42,8 +44,11 @@ class Service:
         self._context: Context | None = None
         self._region: MemoryRegion | None = None
         self._data: DataService | None = None
+        self.rails: list[Rail] = []
+        """The RDMA ports that it serves over; empty = TCP and shared memory only."""
         self._sessions: set[int] = set()
         self._has_rdma = False
+        self._ports = config.data_ports()
         if not config.message_path:
             self.why_off = "switched off by message_path = false"
             return
@@ -52,14 +57,24 @@ class Service:
         except (TransportError, errors.SetupError, ImportError, OSError) as exc:
             self.why_off = str(exc)
             self._stop()
+            if self._ports is not None:
+                raise exc if isinstance(exc, errors.SetupError) else self._no_port(exc) from exc
             log.warning("service.off", why=self.why_off)
 
     def _start(self, config: NodeConfig, store: HostStore, placing: Placing) -> None:
         from ucxkv.transport.memory import MemoryRegion
         from ucxkv.transport.service import DataService
-        from ucxkv.transport.ucx import Context
+        from ucxkv.transport.ucx import Context, why_no_verbs
 
-        self._context = Context(is_shared=True, library_path=config.ucx_library or None)
+        library = config.ucx_library or None
+        rails = placing.rails(why_no_verbs(library))
+        self._context = Context(
+            devices=placing.devices(rails),
+            rails=len(rails),
+            settings=port_settings(self._ports, has_listener=bool(rails)),
+            is_shared=True,
+            library_path=library,
+        )
         self._region = MemoryRegion.at(self._context, store.segment.address, store.segment.size_bytes, store.segment)
         resolve, context = store.resolver()
         with placing.thread():
@@ -67,6 +82,14 @@ class Service:
         self._data.lend(OWN_REGION, self._region)
         self.address = self._data.address
         self._has_rdma = self._context.has_rdma
+        self.rails = placing.announced(self._context.net_devices) if self._has_rdma else []
+
+    def _no_port(self, exc: Exception) -> errors.SetupError:
+        assert self._ports is not None
+        return errors.SetupError(
+            f"the data service does not start with data_port {self._ports[0]}-{self._ports[1]}: {exc}",
+            fix="free those ports or name others; data_port = 0 takes any",
+        )
 
     async def listen(self, host: str, deadline_ns: int) -> None:
         """Offer connecting by socket address where there is RDMA: UCX's wire-up by worker address goes over UD there,
@@ -75,8 +98,12 @@ class Service:
         if self._data is None or not self._has_rdma:
             return
         try:
-            self.port = await self._data.listen(host, deadline_ns=deadline_ns)
+            self.port = await self._data.listen(
+                host, self._ports[0] if self._ports is not None else 0, deadline_ns=deadline_ns
+            )
         except TransportError as exc:
+            if self._ports is not None:
+                raise self._no_port(exc) from exc
             log.warning("service.no_listener", why=str(exc))
 
     def serves(self, session: int) -> bool:
@@ -153,8 +180,14 @@ class Service:
         """Which UCX serves, or why none."""
         if self._context is None:
             return {"ucx": f"off: {self.why_off}"}
-        library = self._context.library
-        return {"ucx": f"{library.version_text} ({library.source})", "ucx_path": str(library.directory)}
+        library, lanes = self._context.library, self._context.lanes
+        reads = "one-sided reads and messages" if self._has_rdma else "messages"
+        return {
+            "ucx": f"{library.version_text} ({library.source})",
+            "ucx_path": str(library.directory),
+            "transports": ", ".join(str(lane) for lane in lanes if lane.is_network) or "shared memory only",
+            "protocol": f"wire {WIRE_VERSION}, {reads}",
+        }
 
     def _stop(self) -> None:
         data, self._data = self._data, None
@@ -171,3 +204,18 @@ class Service:
         """Stop the thread and give everything back. Idempotent."""
         self.address = b""
         self._stop()
+
+
+def port_settings(ports: tuple[int, int] | None, *, has_listener: bool) -> dict[str, str]:
+    """UCX's settings that keep its own TCP ports within data_port, beside the RDMA listener's (the first) if any."""
+    if ports is None:
+        return {}
+    first, last = ports
+    if has_listener and first == last:
+        raise errors.SetupError(
+            "data_port: with RDMA one port is too few",
+            found=str(first),
+            needed="two: one for the listener of RDMA clients, one for those over TCP",
+            fix=f'data_port = "{first}-{first + 1}"',
+        )
+    return {"TCP_PORT_RANGE": f"{first + has_listener}-{last}"}

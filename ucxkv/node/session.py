@@ -25,7 +25,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ucxkv.transport.control import ControlConnection
 
-__all__ = ["Session", "SessionState"]
+__all__ = ["CONTROL_ONLY", "NO_PATH", "PATH_KINDS", "Session", "SessionState", "printable"]
+
+NO_PATH = "none"
+"""It has not said yet."""
+CONTROL_ONLY = "control"
+"""A node's link: it moves no bytes."""
+PATH_KINDS = ("mapped", "rma", "message", NO_PATH, CONTROL_ONLY)
+_WORDS_MAX = 512
+
+
+def printable(text: str) -> str:
+    """A peer's words, cut to what an operator's terminal is shown of them."""
+    return "".join(letter for letter in text[:_WORDS_MAX] if letter.isprintable())
 
 
 class SessionState(enum.Enum):
@@ -49,10 +61,13 @@ class Session:
         "id",
         "name",
         "nonce",
+        "path",
         "pid",
         "pidfd",
         "role",
         "state",
+        "way",
+        "why",
         "writes_alone",
     )
 
@@ -69,11 +84,25 @@ class Session:
         self.hello_wants_memory = False
         self.nonce = b""
         self.caller_nonce = b""
+        self.path = NO_PATH
+        """How it moves this node's bytes, as it says: one of PATH_KINDS."""
+        self.way = ""
+        self.why = ""
 
     @property
     def is_open(self) -> bool:
         """True while requests are answered."""
         return self.state is SessionState.OPEN
+
+    @property
+    def path_kind(self) -> str:
+        """Its path, for counting: one of PATH_KINDS."""
+        return CONTROL_ONLY if self.role == "node" else self.path
+
+    def chose(self, path: str, way: str, why: str) -> None:
+        """Keep what the client says of its path; a path of no known kind counts as none."""
+        self.path = path if path in PATH_KINDS else NO_PATH
+        self.way, self.why = printable(way), printable(why)
 
     def watch_process(self) -> bool:
         """Let the session write alone: open a pidfd of the peer's process, known by the kernel's word.

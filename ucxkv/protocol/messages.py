@@ -12,8 +12,9 @@ Arrays travel as raw little-endian bytes so that nothing is boxed a key: `keys` 
 Release
 -> Done; Delete
 -> Statuses |
-| client -> node | ListKeys -> KeyPage; GetStatus -> NodeReport; GetRegions -> Regions; GetMembers, Join -> Members |
-| client -> node, one way | Touch, Return, Damaged, Bye |
+| client -> node | ListKeys -> KeyPage; GetStatus -> NodeReport; GetConnections -> Connections; GetRegions -> Regions;
+GetMembers, Join -> Members |
+| client -> node, one way | ChosenPath, Touch, Return, Damaged, Bye |
 | node -> node | Adopt -> Statuses; Reclaim -> Done; one way: Surrender |
 | node -> client, one way | Members (the membership changed) |
 | any | Failure answers any request that could not be carried out |
@@ -94,6 +95,27 @@ class SegmentInfo(Message, frozen=True):
     size_bytes: UInt
 
 
+class RailInfo(Message, frozen=True):
+    """One RDMA port that a process uses (see `transport.rails.Rail`)."""
+
+    CODE: ClassVar[int] = 45
+    fabric: str
+    number: UInt
+    gid: str
+
+
+class Place(Message, frozen=True):
+    """Where a process is (see `transport.ranking.Location`). process: opaque, unique on its host; numa: of its memory,
+    -1 unknown; gpu: "" for host memory.
+    """
+
+    CODE: ClassVar[int] = 46
+    process: str = ""
+    numa: int = -1
+    gpu: str = ""
+    rails: list[RailInfo] = []
+
+
 class Welcome(Message, frozen=True):
     """The connection is open. Descriptors (slot table first, then own segments in region order) come with it when
     asked.
@@ -117,6 +139,7 @@ class Welcome(Message, frozen=True):
     data_address: bytes = b""  # UCX worker address of the data service, empty when it is off
     data_why_off: str = ""
     data_port: UInt = 0  # UCX listener of the data service at the node's host, 0 when there is none
+    place: Place = Place()
 
 
 class Grant(Message, frozen=True):
@@ -285,6 +308,42 @@ class NodeReport(Message, frozen=True):
     uptime_s: float
     numbers: dict[str, float]
     facts: dict[str, str]
+
+
+class ChosenPath(Message, frozen=True):
+    """One way: how this client moves this node's bytes. path: a PathKind; way: where from; why: for people."""
+
+    CODE: ClassVar[int] = 41
+    path: str
+    way: str
+    why: str
+
+
+class GetConnections(Message, frozen=True):
+    """Ask who is connected, by which path."""
+
+    CODE: ClassVar[int] = 42
+
+
+class ConnectionInfo(Message, frozen=True):
+    """One open control connection as the node sees it. role: "client" or "node"; host: its kernel's boot id; path, way,
+    why: what it said (path "none": nothing yet, "control": a node's link, which moves no bytes).
+    """
+
+    CODE: ClassVar[int] = 43
+    name: str
+    role: str
+    host: str
+    path: str
+    way: str
+    why: str
+
+
+class Connections(Message, frozen=True):
+    """Every open connection, ordered by name."""
+
+    CODE: ClassVar[int] = 44
+    connections: list[ConnectionInfo]
 
 
 class GetRegions(Message, frozen=True):
