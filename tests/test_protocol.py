@@ -39,7 +39,7 @@ def test_any_bytes_are_a_message_or_a_message_error(given_: tuple[int, bytes]) -
     except MessageError:
         return
     assert code == type(message).CODE
-    assert decode(code, encode(message)) == message
+    assert encode(decode(code, encode(message))) == encode(message)  # by bytes: a weight may be no number
 
 
 @pytest.mark.parametrize("code", sorted(KINDS))
