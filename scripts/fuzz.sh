@@ -61,14 +61,16 @@ trap 'rm -rf "$work"' EXIT
 libfuzzer=0
 if [ "${needed[*]}" != protocol ]; then
   if ! has_libfuzzer && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    echo "setup: apt-get install clang llvm (libFuzzer)"
-    { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y clang llvm; } >/dev/null 2>&1 ||
-      echo "setup: that failed"
+    echo "setup: apt-get install clang and its runtimes (libFuzzer)"
+    export DEBIAN_FRONTEND=noninteractive
+    { apt-get -qq update && { apt-get -qq install -y --no-install-recommends clang libclang-rt-dev ||
+      apt-get -qq install -y clang; }; } >/dev/null 2>&1 || echo "setup: that failed"
   fi
   if has_libfuzzer; then libfuzzer=1; else echo "no clang with libFuzzer: gcc and the driver without feedback"; fi
 fi
 if [ "$mode" = coverage ] || [ "$mode" = keep ]; then
-  ((libfuzzer)) || { echo "--$mode needs clang with libFuzzer (Debian: apt-get install clang llvm)" >&2; exit 2; }
+  ((libfuzzer)) && { [ "$mode" = keep ] || command -v llvm-cov >/dev/null; } ||
+    { echo "--$mode needs clang with libFuzzer, and llvm (Debian: apt-get install clang llvm)" >&2; exit 2; }
 fi
 
 # ---- building
