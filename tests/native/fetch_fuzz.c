@@ -1,5 +1,5 @@
-/* fetch_fuzz.c: fuzzes the client's side of the data service and the binding's own messages: fetch.c, receive.c, ops.c, ucx.c as they
- * are, on ucp_double.h.
+/* fetch_fuzz.c: fuzzes the client's side of the data service and the binding's own messages: fetch.c, receive.c, ops.c, ucx.c
+ * as they are, on ucp_double.h.
  *
  * An input is a sequence of what the caller does (start reads, look-ups, writes, transfers and messages, poll, drain records,
  * take and abandon, close endpoints) and of what comes from outside: DATA, FOUND, OUTCOMES and WRITTEN messages, true and

@@ -340,7 +340,10 @@ static void one_event(void) {
     case 16: event_revoke(); break;
     case 17: event_results(1 + fuzz_u8() % 8); break;
     case 18: dbl.fate = fuzz_u8(); break;
-    case 19: m.idle = fuzz_u8() % 24; break;
+    case 19: /* the thread goes round: some turns, or until it looks at its commands while messages come */
+        how = fuzz_u8();
+        m.idle = how & 128 ? 64 - m.turns % 64 : how % 24;
+        break;
     case 20:
         how = fuzz_u8();
         if (how & 1) command(KV_LISTEN, how & 2 ? 1 : 0, hosts[how >> 2 & 3], sizeof hosts[0], 0, 0);
@@ -396,6 +399,7 @@ static unsigned double_progress(void) {
     if (fuzz_is_over()) return drain();
     if (m.idle != 0) {
         m.idle--;
+        m.turns++;
         return 0;
     }
     total_events++;

@@ -37,7 +37,7 @@ static struct {
     kv_found items[ITEMS];
     uint8_t *memory[REGIONS], *shadow[2];
     uint64_t lent[REGIONS], tickets;
-    unsigned sessions_count, requests_count, idle, drained;
+    unsigned sessions_count, requests_count, idle, turns, drained;
     int is_draining, is_cut_off, is_poor; /* is_poor: starts with no region lent */
 } m;
 

@@ -4,7 +4,8 @@
  * messages, connect requests and endpoint errors come from the input. It holds the code to UCX's rules: nothing is sent on an
  * endpoint that was closed, a request is freed exactly once and not before its end, a rendezvous descriptor is received or
  * released once, a connect request is answered once, header and payload stay readable until the operation's end.
- * The target says what it expects through double_on_send, double_on_receive and double_on_land.
+ * A call of libucp that the code begins to make needs its definition here. The target says what it expects through
+ * double_on_send, double_on_receive and double_on_land.
  */
 #ifndef UCP_DOUBLE_H
 #define UCP_DOUBLE_H
