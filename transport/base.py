@@ -20,6 +20,7 @@ import os
 import time
 
 __all__ = [
+    "MAX_CONNECTIONS",
     "Closed",
     "DeadlineExceeded",
     "ForkGuard",
@@ -32,6 +33,9 @@ __all__ = [
     "deadline_after",
     "remaining_s",
 ]
+
+MAX_CONNECTIONS = 8
+"""That blocks go over between one client and one node; KV_MAX_CONNECTIONS of ucx.h."""
 
 
 class TransportError(Exception):

@@ -23,7 +23,7 @@ void kv_worker_close(kv_worker *w);
 int32_t kv_worker_fd(kv_worker *w, int *fd);
 int32_t kv_worker_arm(kv_worker *w);
 int64_t kv_worker_address(kv_worker *w, void *buf, size_t cap);
-uint32_t kv_progress(kv_worker *w, uint64_t spin_ns);
+uint32_t kv_progress(kv_worker *w, uint64_t idle_ns, uint64_t bound_ns, int *has_moved);
 kv_record *kv_ring(kv_worker *w);
 uint32_t kv_ring_capacity(kv_worker *w);
 uint64_t kv_ring_tail(kv_worker *w);
@@ -44,6 +44,7 @@ int32_t kv_rkey_pointer(ucp_rkey_h rkey, uint64_t remote, uint64_t *local);
 int32_t kv_endpoint_from_address(kv_worker *w, const void *address, int error_mode, kv_endpoint **out);
 int32_t kv_endpoint_from_socket(kv_worker *w, const char *host, uint16_t port, int error_mode, kv_endpoint **out);
 int32_t kv_endpoint_from_request(kv_worker *w, uint64_t request, int error_mode, kv_endpoint **out);
+int32_t kv_endpoint_join(kv_endpoint *first, kv_endpoint *other);
 int32_t kv_endpoint_close(kv_endpoint *e, int force);
 int kv_endpoint_is_closed(kv_endpoint *e);
 void kv_endpoint_free(kv_endpoint *e);
@@ -74,7 +75,7 @@ int kv_service_result_fd(kv_service *s);
 size_t kv_service_address(kv_service *s, void *buf, size_t cap);
 int32_t kv_service_lend(kv_service *s, uint32_t index, uint64_t base, uint64_t size, ucp_mem_h memh);
 int32_t kv_service_command(kv_service *s, int kind, uint64_t ticket, uint64_t token, const void *address, size_t length,
-                           int is_peer_mode, int is_eager_only);
+                           int is_peer_mode, int is_eager_only, int connections);
 size_t kv_service_results(kv_service *s, size_t max, uint64_t *tickets, uint64_t *tokens, int32_t *statuses);
 void kv_service_grant(kv_service *s, uint64_t token, size_t n, const uint16_t *region, const uint64_t *offset,
                       const uint64_t *capacity, uint8_t *out);

@@ -98,6 +98,11 @@ class Endpoint:
         """The native handle even of a failed endpoint; None once closed."""
         return self._handle if self.worker.is_open else None
 
+    def join(self, other: Endpoint) -> None:
+        """Let a data client's blocks go over `other`, to the same peer, too. Raises UsageError (more than 7)."""
+        if self._lib.kv_endpoint_join(self.native(), other.native()) != 0:
+            raise UsageError("an endpoint takes 7 further connections at most")
+
     def unpack_key(self, packed: bytes) -> RemoteKey:
         """The peer's memory region behind a packed key. Raises UcxError for a key that does not fit this endpoint."""
         return RemoteKey(self, packed)

@@ -95,7 +95,7 @@ static void kv_on_part_sent(void *request, ucs_status_t status, void *arg) {
 }
 
 /* Sends one message of a request; 0 when memory ran out. May end the request, so the caller holds it (a send count). */
-static int kv_part_send(kv_fetch *r, unsigned am_id, const void *header, size_t header_length, const void *payload,
+static int kv_part_send(kv_fetch *r, ucp_ep_h ep, unsigned am_id, const void *header, size_t header_length, const void *payload,
                         size_t length, uint32_t flags, ucp_mem_h memh) {
     kv_part *part = malloc(sizeof *part);
     if (part == NULL) return 0;
@@ -112,8 +112,7 @@ static int kv_part_send(kv_fetch *r, unsigned am_id, const void *header, size_t 
         param.memh = memh;
     }
     r->sends++;
-    ucs_status_ptr_t p =
-        ucp_am_send_nbx(r->endpoint->ep, am_id, part->header, header_length, payload, length, &param);
+    ucs_status_ptr_t p = ucp_am_send_nbx(ep, am_id, part->header, header_length, payload, length, &param);
     if (!UCS_PTR_IS_PTR(p)) kv_part_sent(part, (ucs_status_t)kv_status_of(p));
     return 1;
 }
@@ -189,15 +188,7 @@ static int32_t kv_fetch_started(kv_fetch *r, uint64_t spin_ns) {
     r->waited = &done;
     r->sends--;
     kv_fetch_settle(r);
-    if (!done && spin_ns != 0) {
-        uint64_t until = kv_now_ns() + spin_ns;
-        for (unsigned round = 1; !done; round++) {
-            ucp_worker_progress(w->ucp);
-            if (round % 16 != 0) continue;
-            if (kv_now_ns() >= until) break;
-            kv_relax();
-        }
-    }
+    if (!done && spin_ns != 0) kv_progress_until(w, &done, spin_ns, KV_INLINE_BOUND_NS);
     if (done) return 0;
     r->waited = NULL;
     return 1;
@@ -210,7 +201,7 @@ static int32_t kv_fetch_ask(kv_fetch *r, unsigned am_id, uint64_t session, const
     r->keys = malloc(bytes);
     if (r->keys != NULL) memcpy(r->keys, keys, bytes);
     if (r->keys == NULL ||
-        !kv_part_send(r, am_id, &ask, sizeof ask, r->keys, bytes, UCP_AM_SEND_FLAG_EAGER, NULL))
+        !kv_part_send(r, r->endpoint->ep, am_id, &ask, sizeof ask, r->keys, bytes, UCP_AM_SEND_FLAG_EAGER, NULL))
         kv_fetch_give_up(r, KV_UNAVAILABLE);
     return kv_fetch_started(r, spin_ns);
 }
@@ -239,6 +230,7 @@ int32_t kv_fetch_lookup(kv_fetcher *f, kv_endpoint *e, uint64_t session, uint64_
 static void kv_write_value(kv_fetch *r, uint64_t session, uint32_t index, uint16_t region, uint64_t offset,
                            uint32_t fragment) {
     kv_value *v = &r->values[index];
+    const kv_endpoint *e = r->endpoint;
     if (v->expected == 0 || v->expected > KV_MAX_VALUE) {
         kv_value_end(r, v, v->expected == 0 ? KV_WRITTEN : KV_REFUSED);
         return;
@@ -258,7 +250,8 @@ static void kv_write_value(kv_fetch *r, uint64_t session, uint32_t index, uint16
     kv_write w = {.session = session, .request = r->id, .index = index, .region = region, .offset = offset};
     for (; w.at < v->expected && v->status == KV_PENDING; w.at += step) {
         uint64_t length = v->expected - w.at < step ? v->expected - w.at : step;
-        if (!kv_part_send(r, KV_AM_WRITE, &w, sizeof w, bytes + w.at, length, fragment ? UCP_AM_SEND_FLAG_EAGER : 0,
+        uint32_t turn = kv_turn(e->others_count + 1, r->id, r->count, index, v->expected, w.at, fragment);
+        if (!kv_part_send(r, turn == 0 ? e->ep : e->others[turn - 1]->ep, KV_AM_WRITE, &w, sizeof w, bytes + w.at, length, fragment ? UCP_AM_SEND_FLAG_EAGER : 0,
                           v->bounce == NULL ? r->memh : NULL))
             kv_value_end(r, v, KV_UNAVAILABLE);
     }

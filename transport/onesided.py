@@ -1,31 +1,24 @@
 """Reading a peer's lent memory one-sidedly: the peer's processor takes no part where the lane has native RMA.
 
 Promises
-  - After `read` returned or raised (cancelled, past its deadline), nothing writes into its destinations any more.
-  UCX cannot
-    cancel a get: what is in flight is waited for, and if it does not end within a second the endpoint is closed by
-    force,
-    then the worker destroyed.
+  - After `read` returned or raised (cancelled, past its deadline), nothing writes into its destinations any more (see
+    settling.py).
   - Nothing is read outside the region that the peer lent.
 The bytes prove nothing by themselves: the caller checks their sum, since the peer may have reused the place meanwhile.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
-
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import PeerLost, UsageError
+from .base import UsageError
 from .endpoint import Endpoint
 from .memory import MemoryRegion, RemoteKey
+from .settling import settled
 from .ucx import error_from_status
 
 __all__ = ["RemoteReader"]
-
-_SETTLE_NS = 1_000_000_000
 
 
 class RemoteReader:
@@ -72,35 +65,11 @@ class RemoteReader:
         try:
             await worker.wait(future, "get", deadline_ns)
         except BaseException:
-            await self._settle(op_id)
+            await settled(worker, lambda: worker.is_pending(op_id), self._close_endpoint)
             raise
 
-    async def _settle(self, op_id: int) -> None:
-        """Wait until the operation has let go of its memory, whatever is cancelled meanwhile."""
-        if not self._worker.is_pending(op_id):
-            return
-        task = asyncio.ensure_future(self._end(op_id))
-        while not task.done():
-            try:
-                await asyncio.shield(task)
-            except asyncio.CancelledError:
-                continue  # bounded by _end; the caller's own exception is on its way already
-        task.result()
-
-    async def _end(self, op_id: int) -> None:
-        worker, until = self._worker, time.monotonic_ns() + _SETTLE_NS
-        while worker.is_open and worker.is_pending(op_id):
-            if time.monotonic_ns() > until:
-                break
-            worker.progress()
-            await asyncio.sleep(0)
-        else:
-            return
-        await self._endpoint.aclose(force=True, deadline_ns=time.monotonic_ns() + _SETTLE_NS)
-        if worker.is_open:
-            worker.progress()
-        if worker.is_open and worker.is_pending(op_id):
-            worker.abort(PeerLost("a get could not be ended; the worker was destroyed to protect its memory"))
+    async def _close_endpoint(self, deadline_ns: int | None) -> None:
+        await self._endpoint.aclose(force=True, deadline_ns=deadline_ns)
 
     def close(self) -> None:
         """Let the remote key go. Idempotent."""

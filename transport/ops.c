@@ -59,18 +59,6 @@ static void kv_on_received(void *request, ucs_status_t status, size_t length, vo
     ucp_request_free(request);
 }
 
-/* Progress until *done, at most spin_ns (0: not at all). */
-static void kv_spin(kv_worker *w, const int *done, uint64_t spin_ns) {
-    if (spin_ns == 0) return;
-    uint64_t until = kv_now_ns() + spin_ns;
-    for (unsigned round = 1; !*done; round++) {
-        ucp_worker_progress(w->ucp);
-        if (round % 16 != 0) continue;
-        if (kv_now_ns() >= until) return;
-        kv_relax();
-    }
-}
-
 /* Ends a submission of a one-part operation: p is what UCX returned. */
 static int32_t kv_submitted(kv_op *o, ucs_status_ptr_t p, uint64_t spin_ns) {
     kv_worker *w = o->worker;
@@ -81,7 +69,7 @@ static int32_t kv_submitted(kv_op *o, ucs_status_ptr_t p, uint64_t spin_ns) {
     if (spin_ns == 0) return 1;
     int done = 0;
     o->waited = &done;
-    kv_spin(w, &done, spin_ns);
+    kv_progress_until(w, &done, spin_ns, KV_INLINE_BOUND_NS);
     if (done) return w->last_status;
     o->waited = NULL;
     return 1;
@@ -123,7 +111,7 @@ int32_t kv_transfer(kv_endpoint *e, int is_put, size_t n, const uint64_t *local,
         o->length += length[i];
     }
     kv_op_part_done(o, UCS_OK, 0);
-    if (!done) kv_spin(w, &done, spin_ns);
+    if (!done) kv_progress_until(w, &done, spin_ns, KV_INLINE_BOUND_NS);
     if (done) return w->last_status;
     o->waited = NULL;
     return 1;

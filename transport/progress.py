@@ -1,8 +1,9 @@
 """A UCX worker driven by an asyncio loop.
 
 Progress has three stages: an operation first waits inline in C (the GIL is released; the common short one never
-suspends its coroutine); then, while operations are pending and the last event is younger than `loop_spin_us`, the
-worker is progressed at every turn of the loop; then it is armed and its descriptor wakes the loop, with a tick every
+suspends its coroutine), longer while its bytes are coming in, but the loop gets its turn after 200 us; then, while
+operations are pending and the last event is younger than `loop_spin_us`, the worker is progressed at every turn of the
+loop; then it is armed and its descriptor wakes the loop, with a tick every
 second because wake-ups can get lost (rapidsai/ucxx#15). An idle worker costs one wake-up a second.
 
 Ownership: an operation's buffers and handles stay referenced here, by its id, until UCX completes it, whatever
@@ -47,6 +48,8 @@ RECORD_DTYPE = np.dtype(
 
 DONE, MESSAGE, CONNECT, EP_ERROR, QUIET = 1, 2, 3, 4, 5
 _TICK_S = 1.0
+_TURN_NS = 200_000
+_TURN_IDLE_NS = 5_000
 _ADDRESS_BYTES = 16384
 
 
@@ -131,6 +134,7 @@ class Worker:
         if status != 0:
             raise error_from_status(status, "getting the worker's event descriptor")
         self._fd: int = fd[0]
+        self._has_moved = self._ffi.new("int *")
         self._is_scheduled = False
         self._last_event_ns = 0
         self.turns_count = 0
@@ -275,7 +279,8 @@ class Worker:
         if self.handle is None or self._guard.is_forked:
             return
         self.turns_count += 1
-        if self.progress():
+        is_pending = bool(self._operations)
+        if self.progress(_TURN_IDLE_NS if is_pending else 0):
             self._last_event_ns = time.monotonic_ns()
         if self.handle is None:
             return  # closed by a handler
@@ -284,20 +289,22 @@ class Worker:
             self._is_scheduled = True
             self._loop.call_soon(self._pump)
 
-    def progress(self) -> int:
-        """Progress once and hand out what completed: number of records. For callers that drive the worker
-        themselves."""
-        lib = self._lib
-        count = lib.kv_progress(self.handle, 0)
+    def progress(self, idle_ns: int = 0) -> bool:
+        """Progress while something moves (and `idle_ns` longer), but for 200 us at most; hand out what completed.
+
+        Returns whether anything moved.
+        """
+        lib, has_moved = self._lib, self._has_moved
+        count = lib.kv_progress(self.handle, idle_ns, _TURN_NS, has_moved)
         if not count:
-            return 0
+            return bool(has_moved[0])
         start = lib.kv_ring_tail(self.handle)
         rows = self.ring[np.arange(start, start + count) & self._ring_mask] if count > 1 else None
         records = [self.ring[start & self._ring_mask].item()] if rows is None else rows.tolist()
         lib.kv_ring_release(self.handle, count)
         for record in records:
             self._dispatch(*record)
-        return int(count)
+        return True
 
     def _dispatch(
         self, op_id: int, status: int, kind: int, header_length: int, length: int, aux: int, ep: int, header: bytes

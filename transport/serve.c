@@ -39,7 +39,7 @@ static void kv_on_send_end(void *request, ucs_status_t status, void *arg) {
     ucp_request_free(request);
 }
 
-static void kv_send_start(kv_send *send, unsigned am_id, size_t header_length, const void *payload, size_t length,
+static void kv_send_start(kv_send *send, ucp_ep_h ep, unsigned am_id, size_t header_length, const void *payload, size_t length,
                           ucp_mem_h memh, uint32_t flags) {
     ucp_request_param_t param;
     memset(&param, 0, sizeof param);
@@ -51,7 +51,7 @@ static void kv_send_start(kv_send *send, unsigned am_id, size_t header_length, c
         param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH;
         param.memh = memh;
     }
-    ucs_status_ptr_t p = ucp_am_send_nbx(send->session->ep, am_id, send->header, header_length, payload, length, &param);
+    ucs_status_ptr_t p = ucp_am_send_nbx(ep, am_id, send->header, header_length, payload, length, &param);
     if (!UCS_PTR_IS_PTR(p)) kv_send_end(send);
 }
 
@@ -116,7 +116,7 @@ static ucs_status_t kv_on_lookup(void *arg, const void *header, size_t header_le
     kv_many answer = {.request = ask.request, .count = ask.count};
     memcpy(send->header, &answer, sizeof answer);
     send->owned = found;
-    kv_send_start(send, KV_AM_FOUND, sizeof answer, found, ask.count * sizeof *found, NULL, UCP_AM_SEND_FLAG_EAGER);
+    kv_send_start(send, session->ep, KV_AM_FOUND, sizeof answer, found, ask.count * sizeof *found, NULL, UCP_AM_SEND_FLAG_EAGER);
     return UCS_OK;
 }
 
@@ -135,7 +135,8 @@ static int kv_send_block(kv_session *session, const kv_parked *p, uint32_t index
         kv_send *send = kv_send_new(session, length);
         if (send == NULL) return data.at != 0; /* the rest is missing: the client's deadline ends it */
         memcpy(send->header, &data, sizeof data);
-        kv_send_start(send, KV_AM_DATA, sizeof data, bytes + data.at, length, length ? memh : NULL,
+        uint32_t turn = kv_turn(session->others_count + 1, p->request, p->count, index, f->length, data.at, p->fragment);
+        kv_send_start(send, turn == 0 ? session->ep : session->others[turn - 1], KV_AM_DATA, sizeof data, bytes + data.at, length, length ? memh : NULL,
                       p->fragment != 0 || length == 0 ? UCP_AM_SEND_FLAG_EAGER : 0);
         data.at += length;
     } while (data.at < f->length);
@@ -155,7 +156,7 @@ static void kv_send_outcomes(kv_session *session, uint64_t request, const kv_out
     kv_many many = {.request = request, .count = count};
     memcpy(send->header, &many, sizeof many);
     send->owned = copy;
-    kv_send_start(send, KV_AM_OUTCOMES, sizeof many, copy, bytes, NULL, UCP_AM_SEND_FLAG_EAGER);
+    kv_send_start(send, session->ep, KV_AM_OUTCOMES, sizeof many, copy, bytes, NULL, UCP_AM_SEND_FLAG_EAGER);
 }
 
 /* Answers the next chunk of a READ. */
@@ -254,7 +255,7 @@ static void kv_send_written(kv_session *session, const kv_write *w, uint8_t stat
     }
     kv_written written = {.request = w->request, .index = w->index, .status = status};
     memcpy(send->header, &written, sizeof written);
-    kv_send_start(send, KV_AM_WRITTEN, sizeof written, NULL, 0, NULL, UCP_AM_SEND_FLAG_EAGER);
+    kv_send_start(send, session->ep, KV_AM_WRITTEN, sizeof written, NULL, 0, NULL, UCP_AM_SEND_FLAG_EAGER);
 }
 
 /* One write is over: its grant is free again, the client is told. */

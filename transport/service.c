@@ -58,6 +58,8 @@ ucs_status_t kv_session_connect(kv_session *session, ucp_ep_params_t *params, uc
     return ucp_ep_create(session->service->worker, params, out);
 }
 
+static void kv_session_close(kv_service *s, kv_session *session, uint64_t ticket);
+
 static int32_t kv_session_open(kv_service *s, const kv_command *c) {
     if (s->sessions_count >= KV_MAX_SESSIONS) return KV_ERR_FULL;
     if (kv_session_find(s, c->token) != NULL) return UCS_ERR_ALREADY_EXISTS;
@@ -78,8 +80,12 @@ static int32_t kv_session_open(kv_service *s, const kv_command *c) {
         params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS;
         params.address = (const ucp_address_t *)c->address;
         status = kv_session_connect(session, &params, &session->ep);
+        for (int i = 1; status == UCS_OK && i < c->connections && i < KV_MAX_CONNECTIONS; i++) {
+            status = kv_session_connect(session, &params, &session->others[session->others_count]);
+            session->others_count += status == UCS_OK;
+        }
     }
-    if (status != UCS_OK) {
+    if (status != UCS_OK && session->ep == NULL) {
         free(session);
         return status;
     }
@@ -89,7 +95,8 @@ static int32_t kv_session_open(kv_service *s, const kv_command *c) {
     s->sessions_count++;
     kv_count(&s->counters.sessions, 1);
     if (c->kind == KV_AWAIT_SESSION) kv_accept_only(s, session);
-    return 0;
+    if (status != UCS_OK) kv_session_close(s, session, 0);
+    return status;
 }
 
 static void kv_session_unlink(kv_service *s, kv_session *session) {
@@ -131,12 +138,29 @@ static void kv_session_close(kv_service *s, kv_session *session, uint64_t ticket
     memset(&param, 0, sizeof param);
     param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
     param.flags = session->is_peer_mode ? UCP_EP_CLOSE_FLAG_FORCE : 0; /* NONE mode knows no force */
-    ucs_status_ptr_t p = session->ep == NULL ? NULL : ucp_ep_close_nbx(session->ep, &param);
-    session->close_request = UCS_PTR_IS_PTR(p) ? p : NULL;
+    for (uint32_t i = 0; i <= session->others_count && session->ep != NULL; i++) {
+        ucs_status_ptr_t p = ucp_ep_close_nbx(i == 0 ? session->ep : session->others[i - 1], &param);
+        session->close_requests[i] = UCS_PTR_IS_PTR(p) ? p : NULL;
+    }
     session->close_ticket = ticket;
     session->close_until_ns = kv_now_ns() + KV_CLOSE_BOUND_NS;
     session->next = s->closing;
     s->closing = session;
+}
+
+static int kv_session_is_closed(kv_session *session) {
+    int is_closed = 1;
+    for (uint32_t i = 0; i <= session->others_count; i++) {
+        void *request = session->close_requests[i];
+        if (request == NULL) continue;
+        if (ucp_request_check_status(request) == UCS_INPROGRESS) {
+            is_closed = 0;
+            continue;
+        }
+        ucp_request_free(request);
+        session->close_requests[i] = NULL;
+    }
+    return is_closed;
 }
 
 /* Delivers the results of sessions whose receives are over, frees those of which nothing is in flight any more. In NONE
@@ -153,12 +177,7 @@ static void kv_reap(kv_service *s) {
                 session->close_ticket = 0; /* a late one is looked at each time the thread wakes */
             }
         }
-        if (session->close_request != NULL && ucp_request_check_status(session->close_request) != UCS_INPROGRESS) {
-            ucp_request_free(session->close_request);
-            session->close_request = NULL;
-        }
-        if (session->close_ticket == 0 && session->close_request == NULL && session->sends == 0 &&
-            session->receives == 0) {
+        if (session->close_ticket == 0 && kv_session_is_closed(session) && session->sends == 0 && session->receives == 0) {
             *at = session->next;
             free(session);
             s->sessions_count--;
@@ -369,9 +388,10 @@ int32_t kv_service_lend(kv_service *s, uint32_t index, uint64_t base, uint64_t s
 }
 
 /* Posts an open (address given) or close command; its result carries the ticket. is_eager_only: WRITEs of this session are
- * never received in place by rendezvous, so that nothing of it can land after its end (needed over TCP, see wire.h). */
+ * never received in place by rendezvous, so that nothing of it can land after its end (needed over TCP, see wire.h).
+ * connections: to the client's worker, 1 to KV_MAX_CONNECTIONS; it makes as many to ours. */
 int32_t kv_service_command(kv_service *s, int kind, uint64_t ticket, uint64_t token, const void *address, size_t length,
-                           int is_peer_mode, int is_eager_only) {
+                           int is_peer_mode, int is_eager_only, int connections) {
     kv_command *c = malloc(sizeof *c + length);
     if (c == NULL) return KV_ERR_MEMORY;
     c->next = NULL;
@@ -380,6 +400,7 @@ int32_t kv_service_command(kv_service *s, int kind, uint64_t ticket, uint64_t to
     c->token = token;
     c->is_peer_mode = is_peer_mode;
     c->is_eager_only = is_eager_only;
+    c->connections = connections;
     c->address_length = length;
     if (length) memcpy(c->address, address, length);
     pthread_mutex_lock(&s->mutex);

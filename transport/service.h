@@ -49,12 +49,13 @@ typedef struct kv_session {
     struct kv_session *waiting; /* list of sessions with parked reads and room again */
     struct kv_service *service;
     uint64_t token, client_id; /* client_id: of the connect request that is awaited while ep is NULL */
-    ucp_ep_h ep;
+    ucp_ep_h ep, others[KV_MAX_CONNECTIONS - 1]; /* others: further connections to it, for DATA only */
+    uint32_t others_count;
     int is_peer_mode, is_eager_only, is_lost, is_closing, is_waiting;
     uint32_t sends, receives, parked_count;
     uint64_t bytes;
     kv_parked *parked, **parked_end;
-    void *close_request;
+    void *close_requests[KV_MAX_CONNECTIONS];
     uint64_t close_ticket, close_until_ns;
 } kv_session;
 
@@ -75,7 +76,7 @@ enum kv_command_kind {
 
 typedef struct kv_command {
     struct kv_command *next;
-    int kind, is_peer_mode, is_eager_only;
+    int kind, is_peer_mode, is_eager_only, connections;
     uint64_t ticket, token;
     size_t address_length;
     uint8_t address[];

@@ -26,7 +26,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import library
-from .base import Closed, DeadlineExceeded, ForkGuard, PeerLost, TransportError, UsageError, remaining_s
+from .base import (
+    MAX_CONNECTIONS,
+    Closed,
+    DeadlineExceeded,
+    ForkGuard,
+    PeerLost,
+    TransportError,
+    UsageError,
+    remaining_s,
+)
 from .memory import MemoryRegion
 from .ucx import Context, checked_address, error_from_status
 
@@ -137,12 +146,14 @@ class DataService:
         *,
         is_peer_mode: bool,
         is_eager_only: bool,
+        connections: int = 1,
         deadline_ns: int | None = None,
     ) -> None:
         """Answer the client with this worker address under this token (u64, random, given out by the caller).
 
-        is_peer_mode: UCX's error mode, the same as the client's; is_eager_only: refuse writes by rendezvous, which over
-        TCP could land after the session's end. Raises UsageError (too many, or the token is in use), PeerLost.
+        connections: how many the client makes, for blocks to go over, 1 to 8. is_peer_mode: UCX's error mode, the same
+        as the client's. is_eager_only: refuse writes by rendezvous, which over TCP could land after the session's end.
+        Raises UsageError (too many, or the token is in use), PeerLost.
         """
         status = await self._command(
             _OPEN, token, checked_address(client_address), is_peer_mode, is_eager_only, deadline_ns
@@ -185,7 +196,14 @@ class DataService:
         return status in (_CLEAN, _UNKNOWN)
 
     async def _command(
-        self, kind: int, token: int, address: bytes, is_peer_mode: bool, is_eager_only: bool, deadline_ns: int | None
+        self,
+        kind: int,
+        token: int,
+        address: bytes,
+        is_peer_mode: bool,
+        is_eager_only: bool,
+        deadline_ns: int | None,
+        connections: int = 1,
     ) -> int:
         self._last_ticket += 1
         ticket = self._last_ticket
@@ -193,7 +211,7 @@ class DataService:
         self._waiting[ticket] = future
         try:
             status = self._lib.kv_service_command(
-                self._native(), kind, ticket, token, address, len(address), is_peer_mode, is_eager_only
+                self._native(), kind, ticket, token, address, len(address), is_peer_mode, is_eager_only, connections
             )
             if status != 0:
                 raise error_from_status(status, "asking the data service")

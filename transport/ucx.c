@@ -145,24 +145,29 @@ int64_t kv_worker_address(kv_worker *w, void *buf, size_t cap) {
     return (int64_t)length;
 }
 
-/* Progress until there is a record, nothing happens any more, or spin_ns passed. Number of records waiting. */
-uint32_t kv_progress(kv_worker *w, uint64_t spin_ns) {
-    uint64_t until = 0;
-    for (unsigned round = 0;; round++) {
-        unsigned moved = 0;
-        while (moved < 64 && ucp_worker_progress(w->ucp)) moved++;
-        if (w->head != w->tail) return w->head - w->tail;
-        if (spin_ns == 0) {
-            if (moved < 64) return 0;
-            continue;
-        }
-        if (round % 8) continue;
+/* Progress until *done (done NULL: until there is a record), nothing moved for idle_ns, or bound_ns passed in all. One pass
+ * at least. Whether anything moved. */
+int kv_progress_until(kv_worker *w, const int *done, uint64_t idle_ns, uint64_t bound_ns) {
+    uint64_t begin = 0, last = 0;
+    int has_moved = 0;
+    for (unsigned round = 1;; round++) {
+        int moves = ucp_worker_progress(w->ucp) != 0;
+        has_moved |= moves;
+        if (done != NULL ? *done : w->head != w->tail) return has_moved;
+        if (!moves && idle_ns == 0) return has_moved;
+        if (!moves && round % 8 != 0) continue;
         uint64_t now = kv_now_ns();
-        if (until == 0)
-            until = now + spin_ns;
-        else if (now >= until)
-            return 0;
+        if (begin == 0) begin = last = now;
+        if (moves) last = now;
+        if (now - last >= idle_ns || now - begin >= bound_ns) return has_moved;
+        if (!moves) kv_relax();
     }
+}
+
+/* Progress as above, then the number of records waiting. *has_moved: anything but records counts too. */
+uint32_t kv_progress(kv_worker *w, uint64_t idle_ns, uint64_t bound_ns, int *has_moved) {
+    *has_moved = kv_progress_until(w, NULL, idle_ns, bound_ns);
+    return w->head - w->tail;
 }
 
 kv_record *kv_ring(kv_worker *w) { return w->ring; }
@@ -306,6 +311,13 @@ int32_t kv_endpoint_from_request(kv_worker *w, uint64_t request, int error_mode,
     params.field_mask = UCP_EP_PARAM_FIELD_CONN_REQUEST;
     params.conn_request = (ucp_conn_request_h)(uintptr_t)request;
     return kv_endpoint_make(w, &params, error_mode, out);
+}
+
+/* Lets bulk data to the peer of `first` go over `other` too; closed before `first`. 0, or KV_ERR_FULL. */
+int32_t kv_endpoint_join(kv_endpoint *first, kv_endpoint *other) {
+    if (first->others_count >= KV_MAX_CONNECTIONS - 1) return KV_ERR_FULL;
+    first->others[first->others_count++] = other;
+    return 0;
 }
 
 /* Starts closing: 0 closed, 1 pending (ask kv_endpoint_is_closed after progress), negative: it could not be started. In

@@ -30,6 +30,7 @@ typedef struct {
 #define KV_ERR_MEMORY (-1001) /* malloc failed */
 
 #define KV_MAX_HEADER 84  /* largest active message header carried; fits UCX's one-packet form */
+#define KV_MAX_CONNECTIONS 8
 #define KV_MAX_AM_IDS 16  /* application message ids 0..15; the data service uses ids from 16 on */
 #define KV_HELD_MAX (64u << 20) /* bytes of unasked eager payload held for the application */
 
@@ -76,6 +77,8 @@ typedef struct kv_endpoint {
     struct kv_endpoint *next;
     void *close_request;
     int is_failed, is_closed, error_mode;
+    struct kv_endpoint *others[KV_MAX_CONNECTIONS - 1]; /* further connections to the same peer, see kv_endpoint_join */
+    uint32_t others_count;
 } kv_endpoint;
 
 typedef struct { /* argument of an application message handler */
@@ -99,7 +102,11 @@ struct kv_worker {
     uint64_t last_length;
 };
 
+/* An inline wait goes on while bytes keep coming, this long at most: the loop must have its turn. */
+#define KV_INLINE_BOUND_NS 200000u
+
 void kv_held_free(kv_worker *w, kv_held *h);
+int kv_progress_until(kv_worker *w, const int *done, uint64_t idle_ns, uint64_t bound_ns);
 
 int32_t kv_listener_make(ucp_worker_h worker, const char *host, uint16_t port, ucp_listener_conn_callback_t handler,
                          void *arg, ucp_listener_h *out, uint16_t *bound);

@@ -178,6 +178,14 @@ static inline int kv_write_fits(const kv_write *w, size_t payload_length, uint64
     return w->at <= capacity && payload_length <= capacity - w->at;
 }
 
+/* Over which of n connections the payload at position `at` of value `index` goes. Values take turns, so that the fragments
+ * of one come in order; where a request has fewer values than that, fragments do. fragment 0: values are not cut. */
+static inline uint32_t kv_turn(uint32_t n, uint64_t request, uint32_t count, uint32_t index, uint64_t length, uint64_t at,
+                               uint64_t fragment) {
+    if (count >= n || fragment == 0) return (uint32_t)((request + index) % n);
+    return (uint32_t)((request + index * ((length + fragment - 1) / fragment) + at / fragment) % n);
+}
+
 /* Does [offset, offset + length) lie in a region of size bytes? */
 static inline int kv_in_region(uint64_t offset, uint64_t length, uint64_t size) {
     return offset <= size && length <= size - offset;

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import re
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -22,6 +25,7 @@ from tests.conftest import blocks, keys
 from tests.harness import NodeProcess, open_files, wait_until
 from tests.hosts import Hosts, in_host, why_not
 from ucxkv import PutStatus, ReadStatus
+from ucxkv.transport.data import TCP_FRAGMENT_BYTES
 
 pytestmark = pytest.mark.hosts
 
@@ -129,6 +133,43 @@ async def test_blocks_of_every_size_cross_the_network_whole(hosts: Hosts) -> Non
                 assert (await kv.match([*k[:4], *keys(1)])).blocks == 4
                 assert (await kv.exists_many([*k, *keys(1)])).tolist() == [True] * 5 + [False]
                 assert (await kv.delete(k)).tolist() == [ucxkv.DeleteStatus.DELETED] * 5
+
+
+@in_host("b")
+async def test_blocks_go_over_several_connections(hosts: Hosts) -> None:
+    """Goal: networks that limit one flow are used in full. Method: the kernel's count of bytes on each connection of
+    this process, for 1, 4 and 8 of them; values fewer than connections are spread too. Where both sides connect at the
+    same moment UCX keeps a connection for each direction.
+    """
+    k, b = keys(32), blocks(32, MIB, seed=5)
+    with hosts.node("a", host_bytes="256MiB") as node:
+        for connections in (1, 4, 8):
+            for some in (32, 1):
+                async with ucxkv.connect(node.address, timeout_s=20, connections=connections) as kv, clean(node, kv):
+                    assert (await kv.put_many(k[:some], b[:some], "chain")).ok
+                    into = np.full_like(b[:some], POISON)
+                    assert (await kv.get_many(k[:some], into)).hits == some and (into == b[:some]).all()
+                    received, sent = _bytes_by_connection()
+                    used = min(connections, -(-MIB // TCP_FRAGMENT_BYTES)) if some == 1 else connections
+                    for bytes_each in (received, sent):
+                        busy = sum(n >= TCP_FRAGMENT_BYTES // 4 for n in bytes_each)
+                        assert used <= busy <= 2 * used, (connections, some, bytes_each)
+                    await kv.delete(k[:some])
+        for wrong in (0, 9):
+            with pytest.raises(ucxkv.UsageError, match="1 to 8"):
+                ucxkv.connect(node.address, connections=wrong)
+
+
+def _bytes_by_connection() -> tuple[list[int], list[int]]:
+    """Bytes received and sent on each TCP connection of this process."""
+    text = subprocess.run(["ss", "-tipnH"], capture_output=True, text=True, check=True).stdout
+    received, sent = [], []
+    lines = text.splitlines()
+    for line, facts in zip(lines[::2], lines[1::2], strict=True):
+        if f"pid={os.getpid()}," in line:
+            received.append(int((re.search(r"bytes_received:(\d+)", facts) or [0, 0])[1]))
+            sent.append(int((re.search(r"bytes_acked:(\d+)", facts) or [0, 0])[1]))
+    return received, sent
 
 
 @in_host("b")

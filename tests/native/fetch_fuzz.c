@@ -145,6 +145,11 @@ static an_endpoint *some_endpoint(void) {
     return e->endpoint == NULL || e->is_closing ? NULL : e;
 }
 
+static void progress(uint64_t idle_ns) {
+    int has_moved;
+    kv_progress(m.worker, idle_ns, 200000, &has_moved);
+}
+
 static void call_connect(void) {
     unsigned how = fuzz_u8();
     for (unsigned i = 0; i < ENDPOINTS; i++) {
@@ -466,7 +471,7 @@ static void one_call(unsigned what) {
     case 24: fuzz_fail_in = 1 + fuzz_u8() % 8; break;
     case 25: call_listen(); break;
     case 26: call_refused(); break;
-    case 27: kv_progress(m.worker, fuzz_u8() * 1000u); break;
+    case 27: progress(fuzz_u8() * 1000u); break;
     }
 }
 
@@ -528,7 +533,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t n) {
     while (!fuzz_is_over()) {
         unsigned what = *fuzz_at % KINDS;
         if (what < OUTSIDE) {
-            kv_progress(m.worker, 0);
+            progress(0);
         } else {
             fuzz_at++;
             total_events++;

@@ -185,9 +185,11 @@ static uint64_t ticket(void) {
     return m.tickets;
 }
 
-static void command(int kind, uint64_t token, const void *address, size_t length, int is_peer_mode, int is_eager_only) {
+static void command(int kind, uint64_t token, const void *address, size_t length, int is_peer_mode, int is_eager_only,
+                    int connections) {
     uint64_t number = ticket();
-    if (number != 0 && kv_service_command(m.service, kind, number, token, address, length, is_peer_mode, is_eager_only))
+    if (number != 0 && kv_service_command(m.service, kind, number, token, address, length, is_peer_mode, is_eager_only,
+                                           connections))
         m.ticket_answers[number] = 2; /* no memory: nothing was posted */
 }
 
@@ -201,14 +203,14 @@ static void event_open(void) {
     dbl.connect_failures = flags & 8 && flags & 16;
     memcpy(address, &s->client_id, 8);
     command(s->is_await ? KV_AWAIT_SESSION : KV_OPEN_SESSION, s->token, address, s->is_await ? (flags & 16 ? 7 : 8) : 24,
-            (flags & 4) != 0, s->is_eager_only);
+            (flags & 4) != 0, s->is_eager_only, 1 + (int)s->client_id);
     m.idle = 16;
 }
 
 static void event_close(void) {
     a_session *s = session_of(some_token());
     uint64_t token = s == NULL ? 77 : s->token;
-    command(KV_CLOSE_SESSION, token, NULL, 0, 0, 0);
+    command(KV_CLOSE_SESSION, token, NULL, 0, 0, 0, 1);
     if (s != NULL && !s->is_close_asked) s->is_close_asked = 1, s->close_ticket = m.tickets;
 }
 
@@ -346,7 +348,7 @@ static void one_event(void) {
         break;
     case 20:
         how = fuzz_u8();
-        if (how & 1) command(KV_LISTEN, how & 2 ? 1 : 0, hosts[how >> 2 & 3], sizeof hosts[0], 0, 0);
+        if (how & 1) command(KV_LISTEN, how & 2 ? 1 : 0, hosts[how >> 2 & 3], sizeof hosts[0], 0, 0, 1);
         else event_connect();
         break;
     case 21: double_fail(double_ep(fuzz_u8()), UCS_ERR_ENDPOINT_TIMEOUT); break;

@@ -82,7 +82,9 @@ FUZZ_QUIET static void learn(void) {
 }
 
 FUZZ_QUIET static void check_session(const kv_session *session, const struct ucp_ep *ep) {
-    CHECK(session->sends == (ep == NULL ? 0 : ep->pending));
+    uint32_t pending = ep == NULL ? 0 : ep->pending;
+    for (uint32_t i = 0; ep != NULL && i < session->others_count; i++) pending += session->others[i]->pending;
+    CHECK(session->sends == pending);
     CHECK(session->sends <= 3 * KV_MAX_SENDS + KV_RESOLVE_CHUNK);
     CHECK(session->sends != 0 || session->bytes == 0);
 }
@@ -112,8 +114,13 @@ FUZZ_QUIET static void check_all(void) {
 
 /* Where an answer's session stands in the model. */
 FUZZ_QUIET static unsigned session_by_ep(const struct ucp_ep *ep) {
-    for (unsigned i = 0; i < m.sessions_count; i++)
-        if (m.sessions[i].state == OPEN && m.sessions[i].session->ep == ep) return i;
+    for (unsigned i = 0; i < m.sessions_count; i++) {
+        if (m.sessions[i].state != OPEN) continue;
+        const kv_session *session = m.sessions[i].session;
+        if (session->ep == ep) return i;
+        for (uint32_t k = 0; k < session->others_count; k++)
+            if (session->others[k] == ep) return i;
+    }
     CHECK(!"an answer on the endpoint of an open session");
     return 0;
 }

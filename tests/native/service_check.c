@@ -65,8 +65,9 @@ static void *meddler(void *arg) {
 
 static void progress_until(kv_worker *w, kv_fetcher *f, int (*is_done)(kv_worker *, kv_fetcher *, uint64_t), uint64_t arg) {
     uint64_t until = kv_now_ns() + 60000000000ull;
+    int has_moved;
     while (!is_done(w, f, arg)) {
-        kv_progress(w, 100000);
+        kv_progress(w, 100000, 100000, &has_moved);
         kv_ring_release(w, w->head - w->tail);
         CHECK(kv_now_ns() < until);
     }
@@ -129,7 +130,7 @@ static void session_open(side *c) {
 
 static void session_close(side *c) {
     kv_fetch_endpoint_gone(c->fetcher, c->endpoint);
-    CHECK(kv_service_command(service, KV_CLOSE_SESSION, ++c->tickets, c->token, NULL, 0, 0, 0) == 0);
+    CHECK(kv_service_command(service, KV_CLOSE_SESSION, ++c->tickets, c->token, NULL, 0, 0, 0, 1) == 0);
     progress_until(c->worker, c->fetcher, is_answered, c->tickets);
     CHECK(kv_endpoint_close(c->endpoint, is_tcp) >= 0);
     progress_until(c->worker, c->fetcher, is_closed, (uint64_t)(uintptr_t)c->endpoint);
@@ -255,8 +256,9 @@ static void garbage_round(side *c) {
                                    UCP_AM_SEND_FLAG_EAGER, NULL, ++c->id, 0);
     CHECK(code >= 0 || code == UCS_ERR_INVALID_PARAM);
     uint64_t until = kv_now_ns() + 60000000000ull;
+    int has_moved;
     while (c->worker->inflight && kv_now_ns() < until) { /* the payload is on this stack */
-        kv_progress(c->worker, 10000);
+        kv_progress(c->worker, 10000, 10000, &has_moved);
         kv_ring_release(c->worker, c->worker->head - c->worker->tail);
     }
 }

@@ -15,6 +15,7 @@ from ucxkv.client.router import Router
 from ucxkv.dial import mapped_error
 from ucxkv.settings import path_setting
 from ucxkv.transport.address import parse_address
+from ucxkv.transport.base import MAX_CONNECTIONS
 from ucxkv.transport.base import UsageError as TransportUsageError
 
 if TYPE_CHECKING:
@@ -31,13 +32,14 @@ class Connect:
     """A client to be: `async with connect(...) as kv:`, or `kv = await connect(...)` and later `await kv.aclose()`."""
 
     def __init__(
-        self, addresses: tuple[str, ...], token: str, asked: AskedPath, timeout_s: float, ucx_library: str
+        self, addresses: tuple[str, ...], token: str, asked: AskedPath, timeout_s: float, ucx_library: str, connections: int
     ) -> None:
         self._addresses = addresses
         self._token = token
         self._asked = asked
         self._timeout_s = timeout_s
         self._ucx_library = ucx_library
+        self._connections = connections
         self._client: Client | None = None
 
     async def _open(self) -> Client:
@@ -50,7 +52,7 @@ class Connect:
             if engine is None:
                 from ucxkv.client.message import MessageEngine
 
-                engine = MessageEngine(self._ucx_library)
+                engine = MessageEngine(self._ucx_library, self._connections)
                 client.on_close(engine.aclose)
             return engine
 
@@ -85,7 +87,12 @@ class Connect:
 
 
 def connect(
-    *addresses: str, token: str | None = None, path: str | None = None, timeout_s: float = 5.0, ucx_library: str = ""
+    *addresses: str,
+    token: str | None = None,
+    path: str | None = None,
+    timeout_s: float = 5.0,
+    ucx_library: str = "",
+    connections: int = 4,
 ) -> Connect:
     """Connect to the cluster that the nodes at `addresses` belong to ("host:port", "[ipv6]:port", "unix:@name").
 
@@ -94,7 +101,8 @@ def connect(
     "network", "rdma" (see `ucxkv.settings.PATHS`); default the environment's UCXKV_PATH, then the file that
     UCXKV_CONFIG names, then "auto".
     timeout_s: deadline of connecting, and of every call that gives none of its own. ucx_library: libucp to use for
-    messages.
+    messages. connections: TCP connections that blocks go over to a node on another host, 1 to 8; several get around the
+    limits that networks set to one flow.
     """
     if not addresses:
         raise errors.UsageError('no address; pass at least one, as in ucxkv.connect("127.0.0.1:13337")')
@@ -106,6 +114,7 @@ def connect(
     asked = path_setting(path)
     if not timeout_s > 0:
         raise errors.UsageError(f"timeout_s={timeout_s}; pass seconds above 0")
-    return Connect(
-        addresses, os.environ.get("UCXKV_TOKEN", "") if token is None else token, asked, timeout_s, ucx_library
-    )
+    if not 1 <= connections <= MAX_CONNECTIONS:
+        raise errors.UsageError(f"connections={connections}; pass 1 to {MAX_CONNECTIONS}")
+    secret = os.environ.get("UCXKV_TOKEN", "") if token is None else token
+    return Connect(addresses, secret, asked, timeout_s, ucx_library, connections)

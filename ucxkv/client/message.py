@@ -8,6 +8,7 @@ is the death signal. Elsewhere: peer mode, and over TCP blocks travel in fragmen
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,10 +40,14 @@ _CLOSE_S = 2.0
 
 
 class MessageEngine:
-    """The UCX workers of one client: at most one for this host, and one for each choice of network devices."""
+    """The UCX workers of one client: at most one for this host, and one for each choice of network devices.
 
-    def __init__(self, library: str) -> None:
+    connections: over TCP to a node on another host, 1 to 8.
+    """
+
+    def __init__(self, library: str, connections: int) -> None:
         self._library = library or None
+        self._connections = connections
         self._workers: dict[tuple[str, ...] | None, Worker] = {}
         """By network devices; None: for this host's nodes, over shared memory."""
         self._closing: set[asyncio.Task[None]] = set()
@@ -91,6 +96,7 @@ class MessageEngine:
         Raises SetupError (no usable UCX here), Unavailable.
         """
         is_same_host = network is None
+        others: list[Endpoint] = []
         try:
             worker = self._worker(network)
             if not is_same_host and welcome.data_port and worker.context.has_rdma:
@@ -98,8 +104,9 @@ class MessageEngine:
                     opened = await _open_data(welcome, connection, worker, deadline_ns, by_socket=True)
                     endpoint = await _connect_by_socket(worker, connection, welcome.data_port, deadline_ns)
             else:
-                endpoint, opened = await _connect_by_address(
-                    welcome, connection, worker, deadline_ns, is_same_host=is_same_host
+                count = 1 if is_same_host or _is_loopback(connection) else self._connections
+                opened, endpoint, *others = await _connect_by_address(
+                    welcome, connection, worker, deadline_ns, count, is_same_host=is_same_host
                 )
             lanes = lanes_of(endpoint)
         except TransportError as exc:
@@ -108,9 +115,12 @@ class MessageEngine:
             worker,
             endpoint,
             welcome.session,
+            others=others,
             fragment_bytes=0 if is_same_host else TCP_FRAGMENT_BYTES,
         )
         path = self._path(client, endpoint, opened, lanes, is_same_host=is_same_host, wants=wants)
+        if others:
+            path.over += f", {len(others) + 1} connections"
         connection.on_closed(lambda _: client.lost())
         client.on_lost = connection.abort  # the link ends with its data path, and is made anew
         return path
@@ -165,6 +175,7 @@ async def _open_data(
     *,
     is_same_host: bool = False,
     by_socket: bool = False,
+    connections: int = 1,
 ) -> m.DataOpened:
     """Ask the node to let this connection's session in, by our worker's address or by the id that it connects with."""
     request = m.OpenData(
@@ -172,6 +183,7 @@ async def _open_data(
         is_peer_mode=not is_same_host,
         is_eager_only=not is_same_host,
         client_id=worker.client_id if by_socket else 0,
+        connections=connections,
     )
     opened = await ask(connection, request, deadline_ns, welcome.name)
     if not isinstance(opened, m.DataOpened):
@@ -180,21 +192,39 @@ async def _open_data(
 
 
 async def _connect_by_address(
-    welcome: m.Welcome, connection: ControlConnection, worker: Worker, deadline_ns: int, *, is_same_host: bool
-) -> tuple[Endpoint, m.DataOpened]:
-    """An endpoint to the node's worker, and the node's to ours.
+    welcome: m.Welcome,
+    connection: ControlConnection,
+    worker: Worker,
+    deadline_ns: int,
+    count: int,
+    *,
+    is_same_host: bool,
+) -> tuple[m.DataOpened, *tuple[Endpoint, ...]]:
+    """`count` endpoints to the node's worker, and the node's to ours.
 
-    Over the network ours stands first: the node's then uses the same connections, and connects to nobody, which
-    firewalls and address translation on this side would prevent.
+    Over the network ours stand first: the node's then use the same connections, and connect to nobody, which firewalls
+    and address translation on this side would prevent.
     """
-    endpoint = Endpoint.connect(worker, welcome.data_address, is_peer_mode=not is_same_host)
+    endpoints: list[Endpoint] = []
     try:
-        if not is_same_host:
-            await endpoint.flush(deadline_ns=deadline_ns)
-        return endpoint, await _open_data(welcome, connection, worker, deadline_ns, is_same_host=is_same_host)
+        for _ in range(count):
+            endpoints.append(Endpoint.connect(worker, welcome.data_address, is_peer_mode=not is_same_host))
+            if not is_same_host:
+                await endpoints[-1].flush(deadline_ns=deadline_ns)
+        opened = await _open_data(
+            welcome, connection, worker, deadline_ns, is_same_host=is_same_host, connections=count
+        )
+        return opened, *endpoints
     except BaseException:
-        await endpoint.aclose(force=True)
+        for endpoint in endpoints:
+            await endpoint.aclose(force=True)
         raise
+
+
+def _is_loopback(connection: ControlConnection) -> bool:
+    """Whether the control connection stays on this host, where more than one connection only costs."""
+    host = parse_address(connection.peer_text)
+    return not isinstance(host, TcpAddress) or ipaddress.ip_address(host.host).is_loopback
 
 
 async def _connect_by_socket(worker: Worker, connection: ControlConnection, port: int, deadline_ns: int) -> Endpoint:

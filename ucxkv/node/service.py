@@ -132,6 +132,7 @@ class Service:
                     request.address,
                     is_peer_mode=request.is_peer_mode,
                     is_eager_only=request.is_eager_only,
+                    connections=request.connections,
                     deadline_ns=deadline_ns,
                 )
             await opening

@@ -421,7 +421,8 @@ class Return(Message, frozen=True):
 
 class OpenData(Message, frozen=True):
     """Open the data path of this connection: the caller's UCX worker address, and how its endpoint is made. With a
-    client_id the caller connects to `data_port` instead, and its worker says that id. Answer: DataOpened.
+    client_id the caller connects to `data_port` instead, and its worker says that id. connections: how many it makes, 1
+    to 8, for data to go over (1 with a client_id). Answer: DataOpened.
     """
 
     CODE: ClassVar[int] = 39
@@ -429,6 +430,7 @@ class OpenData(Message, frozen=True):
     is_peer_mode: bool
     is_eager_only: bool
     client_id: UInt = 0
+    connections: UInt = 1
 
 
 class DataOpened(Message, frozen=True):
