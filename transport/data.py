@@ -12,7 +12,9 @@ Promises
 
 from __future__ import annotations
 
+import asyncio
 import enum
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -252,7 +254,7 @@ class DataClient(Requests):
             raise UsageError(f"{where.shape} regions, {at.shape} offsets")
         extents = list(zip(where.tolist(), at.tolist(), strict=True))
         status = np.empty(n, np.uint8)
-        status.fill(_UNAVAILABLE)
+        status.fill(UNAVAILABLE)
         if self._dirty and not await self._wait_for_dirty(extents, deadline_ns):
             return status
         ffi = self._ffi

@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 
 from . import library
 from .base import (
-    MAX_CONNECTIONS,
     Closed,
     DeadlineExceeded,
     ForkGuard,

@@ -68,8 +68,9 @@ static int peer(void) {
         if (kv_fetch_write(f, e, letter.token, id, EXTENTS, first, addr, len, region, offset, 4096, NULL, 200000) < 0) break;
         if (kv_fetch_read(f, e, letter.token, id + 1, 1, key, begin, &into, &size, 4096, 1, NULL, 200000) < 0) break;
         uint64_t until = kv_now_ns() + 1000000000u;
+        int has_moved;
         while (w->inflight && kv_now_ns() < until) {
-            kv_progress(w, 100000);
+            kv_progress(w, 100000, 100000, &has_moved);
             kv_ring_release(w, w->head - w->tail);
         }
         kv_fetch_take(f, id, status, NULL, NULL, NULL, &receives);
@@ -141,7 +142,7 @@ static void one_round(kv_service *service, const char *program, uint64_t ticket,
     int to, from;
     pid_t pid = start(program, &to, &from);
     transfer(from, 0, &letter, sizeof letter);
-    CHECK(kv_service_command(service, KV_OPEN_SESSION, ticket, token, letter.address, letter.length, 1, 1) == 0);
+    CHECK(kv_service_command(service, KV_OPEN_SESSION, ticket, token, letter.address, letter.length, 1, 1, 1) == 0);
     CHECK(wait_for(service, ticket, token) == 0);
     for (uint32_t i = 0; i < EXTENTS; i++) {
         offset[i] = GUARD + i * (uint64_t)(SLOT + GUARD);
@@ -158,7 +159,7 @@ static void one_round(kv_service *service, const char *program, uint64_t ticket,
     usleep((useconds_t)(next() % 30000));
     kill(pid, is_stopped ? SIGSTOP : SIGKILL);
     if (!is_stopped) CHECK(wait_for(service, 0, token) < 0);
-    CHECK(kv_service_command(service, KV_CLOSE_SESSION, ticket + 1, token, NULL, 0, 0, 0) == 0);
+    CHECK(kv_service_command(service, KV_CLOSE_SESSION, ticket + 1, token, NULL, 0, 0, 0, 1) == 0);
     CHECK(wait_for(service, ticket + 1, token) == KV_CLOSED_CLEAN);
     CHECK(counter(service, 14) == 0);
     for (uint32_t i = 0; i < EXTENTS; i++) memset(segment + offset[i], 0x55, SLOT); /* they are ours */

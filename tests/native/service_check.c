@@ -120,7 +120,8 @@ static void session_open(side *c) {
     static uint8_t address[16384];
     c->token = next() | 1;
     int64_t n = kv_worker_address(c->worker, address, sizeof address);
-    CHECK(n > 0 && kv_service_command(service, KV_OPEN_SESSION, ++c->tickets, c->token, address, (size_t)n, is_tcp, is_tcp) ==
+    CHECK(n > 0 && kv_service_command(service, KV_OPEN_SESSION, ++c->tickets, c->token, address, (size_t)n, is_tcp, is_tcp,
+                                      is_tcp ? 1 + (int)(c->token % 3) : 1) ==
           0);
     progress_until(c->worker, c->fetcher, is_answered, c->tickets);
     kv_service_address(service, address, sizeof address);
