@@ -154,9 +154,8 @@ class DataService:
         as the client's. is_eager_only: refuse writes by rendezvous, which over TCP could land after the session's end.
         Raises UsageError (too many, or the token is in use), PeerLost.
         """
-        status = await self._command(
-            _OPEN, token, checked_address(client_address), is_peer_mode, is_eager_only, deadline_ns
-        )
+        address, count = checked_address(client_address), max(1, min(connections, MAX_CONNECTIONS))
+        status = await self._command(_OPEN, token, address, is_peer_mode, is_eager_only, deadline_ns, count)
         if status == -18:
             raise UsageError(f"session {token:#x} is open already")
         if status != 0:
