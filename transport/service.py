@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from . import library
 from .base import (
+    MAX_CONNECTIONS,
     Closed,
     DeadlineExceeded,
     ForkGuard,

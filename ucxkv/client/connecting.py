@@ -32,7 +32,13 @@ class Connect:
     """A client to be: `async with connect(...) as kv:`, or `kv = await connect(...)` and later `await kv.aclose()`."""
 
     def __init__(
-        self, addresses: tuple[str, ...], token: str, asked: AskedPath, timeout_s: float, ucx_library: str, connections: int
+        self,
+        addresses: tuple[str, ...],
+        token: str,
+        asked: AskedPath,
+        timeout_s: float,
+        ucx_library: str,
+        connections: int,
     ) -> None:
         self._addresses = addresses
         self._token = token

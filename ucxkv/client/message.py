@@ -105,7 +105,7 @@ class MessageEngine:
                     endpoint = await _connect_by_socket(worker, connection, welcome.data_port, deadline_ns)
             else:
                 count = 1 if is_same_host or _is_loopback(connection) else self._connections
-                opened, endpoint, *others = await _connect_by_address(
+                opened, (endpoint, *others) = await _connect_by_address(
                     welcome, connection, worker, deadline_ns, count, is_same_host=is_same_host
                 )
             lanes = lanes_of(endpoint)
@@ -199,7 +199,7 @@ async def _connect_by_address(
     count: int,
     *,
     is_same_host: bool,
-) -> tuple[m.DataOpened, *tuple[Endpoint, ...]]:
+) -> tuple[m.DataOpened, list[Endpoint]]:
     """`count` endpoints to the node's worker, and the node's to ours.
 
     Over the network ours stand first: the node's then use the same connections, and connect to nobody, which firewalls
@@ -214,7 +214,7 @@ async def _connect_by_address(
         opened = await _open_data(
             welcome, connection, worker, deadline_ns, is_same_host=is_same_host, connections=count
         )
-        return opened, *endpoints
+        return opened, endpoints
     except BaseException:
         for endpoint in endpoints:
             await endpoint.aclose(force=True)
