@@ -19,7 +19,7 @@ from ucxkv.node.session import Session, SessionState
 from ucxkv.protocol import Message, encode
 from ucxkv.protocol import messages as m
 from ucxkv.tiers.base import TierError
-from ucxkv.transport.base import TransportError
+from ucxkv.transport.base import ProtocolError, TransportError
 
 if TYPE_CHECKING:
     import asyncio
@@ -140,6 +140,10 @@ class Requests:
         except (TransportError, TierError, ValueError) as exc:
             log.warning("request.failed", name=session.name, type=message.type, why=repr(exc))
             answer = failure_of(errors.Unavailable(f"the node could not carry it out: {exc}"))
+        except Exception as exc:  # a fault of ours: as in a handler, this connection ends, and nobody waits for an answer
+            log.exception("request.broken", name=session.name, type=message.type)
+            session.connection.abort(ProtocolError(f"the node's handler failed: {exc!r}"))
+            return
         if session.connection.is_open and message.request_id:
             with contextlib.suppress(TransportError):
                 session.connection.reply(message, answer.CODE, encode(answer))
