@@ -140,7 +140,7 @@ class Requests:
         except (TransportError, TierError, ValueError) as exc:
             log.warning("request.failed", name=session.name, type=message.type, why=repr(exc))
             answer = failure_of(errors.Unavailable(f"the node could not carry it out: {exc}"))
-        except Exception as exc:  # a fault of ours: as in a handler, this connection ends, and nobody waits for an answer
+        except Exception as exc:  # a fault of ours: this connection ends, so that nobody waits for the answer
             log.exception("request.broken", name=session.name, type=message.type)
             session.connection.abort(ProtocolError(f"the node's handler failed: {exc!r}"))
             return
