@@ -18,21 +18,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from ucxkv.perf.peers.blocks import Blocks, anonymous_blocks
 from ucxkv.sizes import short_size
 
 __all__ = [
+    "Blocks",
     "Conditions",
     "Copier",
     "Series",
     "anonymous_blocks",
+    "chosen_word",
+    "cpu_fields",
+    "cpu_model",
     "last_level_cache_bytes",
     "print_rows",
     "row",
+    "run_ns",
 ]
 
-Blocks = npt.NDArray[np.uint8]
 Row = dict[str, Any]
 
 
@@ -40,11 +44,14 @@ Row = dict[str, Any]
 class Series:
     """Wall times of one operation, in rounds. Each round is a list of nanoseconds.
 
-    cpu_ns: CPU time of the measured operations in all rounds, this process's and the node's; 0 = not taken.
+    wall_ns: of all rounds together, where operations overlapped; 0 = they came one after the other. cpu_client_ns,
+    cpu_server_ns: CPU time of the measured operations in all rounds, this process's and the node's; -1 = not taken.
     """
 
     rounds: list[list[int]] = field(default_factory=list)
-    cpu_ns: int = 0
+    wall_ns: int = 0
+    cpu_client_ns: int = -1
+    cpu_server_ns: int = -1
 
     def start_round(self) -> list[int]:
         """The list to append this round's nanoseconds to."""
@@ -54,7 +61,13 @@ class Series:
     def clear(self) -> None:
         """Forget everything: the end of the warm-up."""
         self.rounds.clear()
-        self.cpu_ns = 0
+        self.wall_ns, self.cpu_client_ns, self.cpu_server_ns = 0, -1, -1
+
+    def add_cpu(self, client_ns: int, server_ns: int | None) -> None:
+        """Count CPU time of this process, and of the other side where that is known."""
+        self.cpu_client_ns = max(0, self.cpu_client_ns) + client_ns
+        if server_ns is not None:
+            self.cpu_server_ns = max(0, self.cpu_server_ns) + server_ns
 
     @property
     def p50_us(self) -> float:
@@ -85,9 +98,9 @@ def row(
     found["spread"] = round(measured.spread, 3)
     samples = found["samples"] = sum(len(times) for times in measured.rounds)
     if nbytes:
-        found["gbps"] = round(nbytes / measured.p50_us / 1e3, 3)
-        if measured.cpu_ns:
-            found["cpu_s_per_gb"] = round(measured.cpu_ns / nbytes / samples, 4)
+        rate = nbytes * samples / measured.wall_ns if measured.wall_ns else nbytes / measured.p50_us / 1e3
+        found["gbps"] = round(rate, 3 if rate > 0.1 else 6)
+        found.update(cpu_fields(measured, nbytes * samples))
     if limit is not None:
         found["limit_us"] = round(limit.p50_us, 2)
         if nbytes:
@@ -96,20 +109,21 @@ def row(
     return found
 
 
-def anonymous_blocks(count: int, nbytes: int) -> Blocks:
-    """u8[count, nbytes] of private memory, huge pages asked for, touched: what an engine's pool of blocks is."""
-    memory = mmap.mmap(-1, max(count * nbytes, mmap.PAGESIZE), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
-        pass  # a kernel without huge pages is measured as it is
-    flat: Blocks = np.frombuffer(memory, np.uint8)[: count * nbytes]
-    flat.fill(1)
-    return flat.reshape(count, nbytes)
+def cpu_fields(measured: Series, nbytes: int) -> Row:
+    """CPU seconds a GB of each side that was counted, and of both where both were; nbytes: moved in all rounds."""
+    found: Row = {}
+    client_ns, server_ns = measured.cpu_client_ns, measured.cpu_server_ns
+    if client_ns >= 0:
+        found["cpu_client_s_per_gb"] = round(client_ns / nbytes, 4)
+    if server_ns >= 0:
+        found["cpu_server_s_per_gb"] = round(server_ns / nbytes, 4)
+    if client_ns >= 0 and server_ns >= 0:
+        found["cpu_s_per_gb"] = round((client_ns + server_ns) / nbytes, 4)
+    return found
 
 
 class Copier:
-    """The limit: memcpy of blocks from shared memory with a node's kind of pages into `into`."""
+    """The limit: memcpy of blocks between `into` and shared memory with a node's kind of pages, timed in C."""
 
     def __init__(self, into: Blocks) -> None:
         """into: u8[count, nbytes], the destination that is measured too."""
@@ -119,20 +133,35 @@ class Copier:
         self._copy = copy_ns
         self._source = HostSegment.create(max(into.nbytes, mmap.PAGESIZE), "ucxkv-limit")
         np.frombuffer(self._source.view, np.uint8).fill(1)
-        self._from, self._to, self._nbytes = self._source.address, into.ctypes.data, into.shape[1]
+        self._from, self._to = self._source.address, into.ctypes.data
+        self._nbytes, self._all = into.shape[1], into.nbytes
 
     def close(self) -> None:
         """Give the memory back."""
         self._source.close()
 
     def copy_ns(self, source: int, target: int) -> int:
-        """Nanoseconds of one memcpy of block `source` over block `target`, timed in C."""
+        """Nanoseconds of one memcpy of shared block `source` over block `target`."""
         n = self._nbytes
         return self._copy(self._to + target * n, self._from + source * n, n)
 
+    def back_ns(self, source: int, target: int) -> int:
+        """Nanoseconds of one memcpy of block `source` over shared block `target`."""
+        n = self._nbytes
+        return self._copy(self._from + target * n, self._to + source * n, n)
+
     def copies_ns(self, sources: Iterable[int], targets: Iterable[int]) -> int:
-        """The sum over several blocks."""
+        """The sum of `copy_ns` over several blocks."""
         return sum(map(self.copy_ns, sources, targets))
+
+    def backs_ns(self, sources: Iterable[int], targets: Iterable[int]) -> int:
+        """The sum of `back_ns` over several blocks."""
+        return sum(map(self.back_ns, sources, targets))
+
+    @property
+    def shared(self) -> Blocks:
+        """The shared blocks, u8[n, nbytes], one for each of `into`."""
+        return np.frombuffer(self._source.view, np.uint8)[: self._all].reshape(-1, self._nbytes)
 
 
 def last_level_cache_bytes() -> int:
@@ -183,18 +212,19 @@ class Conditions:
         pages = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
         return {
             "cores": len(os.sched_getaffinity(0)),
-            "cpu": _cpu_model(),
+            "cpu": cpu_model(),
             "kernel": platform.release(),
             "python": platform.python_version(),
             "last_level_cache": short_size(last_level_cache_bytes()),
-            "thp_shmem": _chosen(pages),
+            "thp_shmem": chosen_word(pages),
             "other_cpus": round(max(0.0, (busy - self._busy - own) / wall), 2),
             "stolen_cpus": round(max(0.0, (stolen - self._stolen) / wall), 2),
             **facts,
         }
 
 
-def _chosen(path: Path) -> str:
+def chosen_word(path: Path) -> str:
+    """The word in brackets of a kernel setting that lists its values; "absent" without the file."""
     try:
         text = path.read_text()
     except OSError:
@@ -202,7 +232,8 @@ def _chosen(path: Path) -> str:
     return text[text.find("[") + 1 : text.find("]")]
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """Name of the processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -1,89 +1,197 @@
-"""`ucxkv perf`: gets and puts by size against a node, beside memcpy of this machine."""
+"""`ucxkv perf`: ucxkv's calls beside ucx_perftest, ucxx, NIXL, a socket and memcpy, on one machine or between two."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import shlex
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ucxkv.cli.options import AddressOption, JsonOption, TokenFileOption, connected
-from ucxkv.sizes import parse_size, short_size
+from ucxkv.cli.options import AddressOption, TokenFileOption
 
 if TYPE_CHECKING:
-    from ucxkv.cli.measure import Row
-    from ucxkv.client.opening import PATHS
+    from ucxkv.perf.plan import Plan
+    from ucxkv.perf.sides import Side
 
-__all__ = ["perf"]
+__all__ = ["READY", "perf"]
 
-_BUDGET_BYTES = 24 << 20  # bytes moved in a round of one row: a row takes well under a second
+READY = "perf.ready"
+_SIZES = "8,512,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
+_QUICK_SIZES = "8,16KiB,64KiB,1MiB,4MiB,64MiB"
+_PATHS = "auto,rma,message,network"
+_REMOTE_PATHS = "auto,rma"
+_PLOTS = (".png", ".html")
 
 
 def perf(
+    listen: Annotated[
+        str | None, typer.Argument(metavar="[HOST:PORT]", help="With --server: where to listen.", show_default=False)
+    ] = None,
+    op: Annotated[str, typer.Option("--op", help="Of get, put, am, tag, look-up; or all.")] = "all",
     sizes: Annotated[
-        str, typer.Option("--sizes", help="Block sizes, comma separated.")
-    ] = "16KiB,64KiB,256KiB,1MiB,4MiB",
-    batch: Annotated[int, typer.Option("--batch", min=2, max=1024, help="Keys of a batched call.")] = 64,
-    path: Annotated[str, typer.Option("--path", help="auto, mapped, rma, message or network.")] = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions; ends within a minute.")] = False,
+        str,
+        typer.Option("--sizes", help=f"Block sizes, or ranges as 8:64MiB:x8. Default {_SIZES}.", show_default=False),
+    ] = "",
+    batch: Annotated[
+        int, typer.Option("--batch", min=1, max=1024, help="Blocks of a batched call; 1 = no such rows.")
+    ] = 64,
+    at_once: Annotated[
+        int, typer.Option("--at-once", min=1, max=256, help="Calls or messages on their way; 1 = no such rows.")
+    ] = 8,
+    path: Annotated[
+        str,
+        typer.Option("--path", help=f"Of auto, mapped, rma, message, network. Default {_PATHS}.", show_default=False),
+    ] = "",
+    backend: Annotated[
+        str, typer.Option("--backend", help="Of ucxkv, ucx_perftest, ucxx, ucx-py, nixl, socket, memcpy; or all.")
+    ] = "all",
+    python: Annotated[
+        list[str] | None, typer.Option("--python", metavar="NAME=PATH", help="Interpreter that has a backend.")
+    ] = None,
+    cache: Annotated[str, typer.Option("--cache", help="cold: more blocks than the cache holds; hot: few.")] = "cold",
+    memory: Annotated[str, typer.Option("--memory", help="host, or cuda: GPU buffers where a backend can.")] = "host",
+    quick: Annotated[bool, typer.Option("--quick", help="The whole matrix in under 3 minutes.")] = False,
     address: AddressOption = None,
-    as_json: JsonOption = False,
+    server: Annotated[bool, typer.Option("--server", help="Be the other machine; see --connect.")] = False,
+    connect: Annotated[
+        str | None, typer.Option("--connect", metavar="HOST[:PORT]", help="Measure against that machine's --server.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw latency and bandwidth: FILE.png or FILE.html.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
     token_file: TokenFileOption = None,
 ) -> None:
-    """Measure get and put. Without --address a node of its own is started and stopped."""
-    import ucxkv
-    from ucxkv.cli.measure import Conditions, print_rows
+    """Measure ucxkv beside UCX's own test and others. Without --address a node is started for the run and stopped.
+
+    Two machines: `ucxkv perf --server HOST:PORT --token-file F` on one, `ucxkv perf --connect HOST:PORT --token-file F`
+    on the other.
+    """
+    from ucxkv.cli.logs import log_to_stderr
+    from ucxkv.config import token_from
     from ucxkv.errors import UsageError
+    from ucxkv.perf.backends import BACKENDS, parse_interpreters
+    from ucxkv.perf.plan import CACHES, MEMORIES, OPERATIONS, Plan, parse_names, parse_sizes
 
-    chosen = [parse_size(size) for size in sizes.split(",")]
-    if path not in PATHS:
-        raise UsageError(f"--path {path!r}: use one of {', '.join(PATHS)}")
-    if any(size < 8 or size % 8 for size in chosen):
-        raise UsageError("--sizes: multiples of 8 bytes")
-    with _nodes(address, max(chosen)) as (addresses, pids):
-        conditions = Conditions(pids)
-        rows = asyncio.run(_measure(addresses, pids, token_file, chosen, batch, path, quick))
-        facts = conditions.report(node="given" if address else "started for this run, same host")
-    print_rows("get and put", rows, facts, as_json=as_json, version=ucxkv.__version__)
-
-
-@contextlib.contextmanager
-def _nodes(address: list[str] | None, largest: int) -> Iterator[tuple[list[str], list[int]]]:
-    if address:
-        yield address, []
+    log_to_stderr("warning", as_json=not sys.stderr.isatty())
+    interpreters = parse_interpreters(python or [])
+    token = token_from(token_file)
+    if server:
+        if connect is not None or plot is not None:
+            raise UsageError("--server measures nothing itself: no --connect and no --plot with it")
+        # ucx_perftest listens on every interface: it is served when it was named
+        named = [name for name in BACKENDS if name != "ucx_perftest"] if backend == "all" else backend.split(",")
+        backends = parse_names("--backend", ",".join(named), tuple(BACKENDS))
+        asyncio.run(_serve(listen, token, token_file, interpreters, backends, address or []))
         return
-    from ucxkv.cli.launch import running_node
+    if listen is not None:
+        raise UsageError(
+            f"{listen!r}: an address without an option is where a --server listens; see --connect and --address"
+        )
+    if connect is not None and address:
+        raise UsageError("--connect and --address: give the node's address to the --server instead")
+    for option, value, known in (("--cache", cache, CACHES), ("--memory", memory, MEMORIES)):
+        if value not in known:
+            raise UsageError(f"{option} {value!r}: use {' or '.join(known)}")
+    if plot is not None and plot.suffix not in _PLOTS:
+        raise UsageError(f"--plot {plot}: the name ends in {' or '.join(_PLOTS)}")
+    from ucxkv.client.opening import PATHS
+    from ucxkv.perf.wires import is_loopback
 
-    with running_node("perf", host_bytes=str(max(1 << 30, 256 * largest))) as node:
-        yield [node.address], [node.pid]
+    is_far = connect is not None and not is_loopback(connect.partition(":")[0])
+    plan = Plan(
+        operations=parse_names("--op", op, OPERATIONS),
+        sizes=parse_sizes(sizes or (_QUICK_SIZES if quick else _SIZES)),
+        backends=parse_names("--backend", backend, tuple(BACKENDS)),
+        paths=parse_names("--path", path or (_REMOTE_PATHS if is_far else _PATHS), PATHS),
+        batch=batch,
+        at_once=at_once,
+        cache=cache,
+        memory=memory,
+        is_quick=quick,
+    )
+    if plot is not None:
+        from ucxkv.perf.plot import check_plot
+
+        check_plot(plot)
+    found, has_failed = asyncio.run(_measure(plan, connect, address or [], token, token_file, interpreters))
+    if plot is not None:
+        from ucxkv.perf.plot import draw
+
+        draw(found, plot)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        from ucxkv.perf.report import print_tables
+
+        print_tables(found)
+    if has_failed or not found["rows"]:
+        raise typer.Exit(1)
 
 
 async def _measure(
-    addresses: list[str], pids: list[int], token_file: Path | None, sizes: list[int], batch: int, path: str, quick: bool
-) -> list[Row]:
-    from rich.console import Console
+    plan: Plan,
+    connect: str | None,
+    addresses: list[str],
+    token: str,
+    token_file: Path | None,
+    interpreters: dict[str, str],
+) -> tuple[dict[str, object], bool]:
+    from ucxkv.perf.run import run_plan
 
-    from ucxkv.cli.workload import Workload, working_set
+    async with _side(connect, addresses, token, token_file, interpreters) as side:
+        command = shlex.join(["ucxkv", *sys.argv[1:]])
+        return await run_plan(plan, side, token=token or None, interpreters=interpreters, command=command)
 
-    rows: list[Row] = []
-    console = Console(stderr=True)
-    async with connected(addresses, token_file, 30.0, path) as kv:
-        with console.status("connected") if sys.stderr.isatty() else contextlib.nullcontext() as status:
-            for size in sizes:
-                if status is not None:
-                    status.update(f"blocks of {short_size(size)}")
-                work = Workload(kv, size, count=working_set(size, 128 << 20), pids=pids)
-                moves = max(8, min(400, _BUDGET_BYTES // size)) // (4 if quick else 1)
-                batches = max(1, moves // batch)
-                used = kv.peers()[0].path
-                rows.append(await work.put_batch(1, max(2, moves // 4), path=str(used)))
-                rows.append(await work.put_batch(batch, batches, path=str(used)))
-                await work.load()
-                rows.append(await work.get_single(moves, path=str(used)))
-                rows.append(await work.get_batch(batch, batches, path=str(used)))
-                await work.unload()
-    return rows
+
+@contextlib.asynccontextmanager
+async def _side(
+    connect: str | None, addresses: list[str], token: str, token_file: Path | None, interpreters: dict[str, str]
+) -> AsyncIterator[Side]:
+    from ucxkv.perf.link import RemoteSide, parse_host
+    from ucxkv.perf.sides import LocalSide
+
+    if connect is None:
+        yield LocalSide("127.0.0.1", interpreters, token_file, addresses)
+        return
+    remote = await RemoteSide.connect(parse_host("--connect", connect), token)
+    try:
+        yield remote
+    finally:
+        await remote.aclose()
+
+
+async def _serve(
+    listen: str | None,
+    token: str,
+    token_file: Path | None,
+    interpreters: dict[str, str],
+    backends: tuple[str, ...],
+    nodes: list[str],
+) -> None:
+    from ucxkv.perf.link import parse_host
+    from ucxkv.perf.server import PerfServer
+
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    server = await PerfServer.start(
+        parse_host("--server", listen or "127.0.0.1"),
+        token=token,
+        token_file=token_file,
+        interpreters=interpreters,
+        backends=backends,
+        nodes=nodes,
+    )
+    try:
+        print(json.dumps({"event": READY, "address": str(server.address), "backends": list(backends)}), flush=True)
+        await stop.wait()
+    finally:
+        await server.aclose()

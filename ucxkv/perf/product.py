@@ -1,0 +1,173 @@
+"""Rows of ucxkv itself: get, put and look-up through `await` over each path of its client, and of the copy beside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ucxkv.cli.measure import Copier, Series, anonymous_blocks, last_level_cache_bytes, row
+from ucxkv.cli.workload import ROUNDS, Workload
+from ucxkv.client.client import Client
+from ucxkv.client.connecting import connect
+from ucxkv.errors import IntegrityError, UcxKvError
+from ucxkv.perf.peers.blocks import Pattern
+from ucxkv.perf.plan import Plan, Shape
+from ucxkv.perf.report import FAILED, UNABLE, Recorder
+from ucxkv.perf.sides import Side, StartedNode, is_same_host
+from ucxkv.perf.wires import wire_of
+from ucxkv.sizes import short_size
+
+__all__ = ["measure_copies", "measure_product", "product_steps"]
+
+_ROUND_BYTES = 24 << 20  # moved in a round of one row
+_CALLS_MAX = 400  # of a round
+_CONNECT_S = 60.0  # also of each call: no healthy one meets it
+_LOOK_UP_BYTES, _LOOK_UP_BLOCKS = 64, 8192
+_NODE_BYTES_MIN = 1 << 30
+
+
+def product_steps(plan: Plan) -> int:
+    """How many steps `measure_product` tells."""
+    moves = bool({"get", "put"} & set(plan.operations))
+    return len(plan.paths) * (len(plan.sizes) * moves + ("look-up" in plan.operations))
+
+
+def _calls(plan: Plan, nbytes: int, shape: Shape) -> int:
+    """Calls of a round."""
+    moves = max(8, min(_CALLS_MAX, _ROUND_BYTES // nbytes)) // (4 if plan.is_quick else 1)
+    return max(shape.at_once if shape.at_once > 1 else 1, moves // shape.batch)
+
+
+def _node_bytes(plan: Plan) -> int:
+    cache = last_level_cache_bytes()
+    sets = [
+        size * plan.blocks(size, plan.fitted(size, shape), cache)
+        for size in plan.sizes
+        for operation in ("get", "put")
+        for shape in plan.shapes(operation)
+    ]
+    return max(_NODE_BYTES_MIN, 4 * max(sets))
+
+
+async def measure_product(plan: Plan, side: Side, token: str | None, recorder: Recorder) -> None:
+    """Measure get, put and look-up on a node of `side`. A path that is not possible there becomes a notice."""
+    node = await side.node(_node_bytes(plan))
+    try:
+        done: set[str] = set()
+        for path in plan.paths:
+            try:
+                async with connect(*node.addresses, token=token, path=path, timeout_s=_CONNECT_S) as kv:
+                    await _measure_path(plan, path, kv, side, node, recorder, done)
+            except IntegrityError:
+                raise
+            except UcxKvError as exc:
+                state = FAILED if path in done else UNABLE
+                recorder.note("ucxkv", state, f"path {path}: {exc}")
+    finally:
+        await node.aclose()
+
+
+async def _measure_path(
+    plan: Plan, path: str, kv: Client, side: Side, node: StartedNode, recorder: Recorder, done: set[str]
+) -> None:
+    peer = kv.peers()[0]
+    label = path if path == "network" else str(peer.path)
+    if label in done:
+        return  # auto was this one
+    done |= {path, label}
+    wire = wire_of(label, is_same_host=is_same_host(side))
+    fields = {"backend": "ucxkv", "path": label, "wire": wire, "over": peer.why.partition(":")[0]}
+    if {"get", "put"} & set(plan.operations):
+        for size in plan.sizes:
+            recorder.step(f"ucxkv {label}: blocks of {short_size(size)}")
+            await _measure_size(plan, size, kv, node, recorder, fields)
+    if "look-up" in plan.operations:
+        recorder.step(f"ucxkv {label}: look-ups")
+        work = Workload(kv, _LOOK_UP_BYTES, count=_LOOK_UP_BLOCKS, server_cpu=node.cpu_ns, budget_s=plan.budget_s)
+        await work.load()
+        for shape in plan.shapes("look-up"):
+            calls = _calls(plan, _LOOK_UP_BYTES, Shape())
+            recorder.rows.append(await work.look_up(shape.batch, calls, **fields))
+        await work.unload()
+
+
+async def _measure_size(
+    plan: Plan, size: int, kv: Client, node: StartedNode, recorder: Recorder, fields: dict[str, Any]
+) -> None:
+    cache = last_level_cache_bytes()
+    by_count: dict[int, list[Shape]] = {}
+    for shape in plan.shapes("get"):
+        fitted = plan.fitted(size, shape)
+        by_count.setdefault(plan.blocks(size, fitted, cache), []).append(fitted)
+    for count, shapes in by_count.items():
+        work = Workload(kv, size, count=count, server_cpu=node.cpu_ns, budget_s=plan.budget_s)
+        known = {**fields, "set_bytes": count * size}
+        if "put" in plan.operations:
+            for shape in shapes:
+                calls = max(2, _calls(plan, size, shape) // 4)
+                recorder.rows.append(await work.put_batch(shape.batch, calls, at_once=shape.at_once, **known))
+        if "get" in plan.operations:
+            await work.load()
+            for shape in shapes:
+                calls = _calls(plan, size, shape)
+                if shape.batch > 1:
+                    recorder.rows.append(await work.get_batch(shape.batch, calls, **known))
+                else:
+                    recorder.rows.append(await work.get_single(calls, at_once=shape.at_once, **known))
+            await work.unload()
+
+
+def measure_copies(plan: Plan, recorder: Recorder) -> None:
+    """Measure memcpy between a node's kind of memory and a client's: what bounds get and put on one host."""
+    cache = last_level_cache_bytes()
+    for size in plan.sizes:
+        recorder.step(f"memcpy: blocks of {short_size(size)}")
+        for operation in ("get", "put"):
+            if operation not in plan.operations:
+                continue
+            for shape in plan.shapes(operation):
+                if shape.at_once == 1:
+                    fitted = plan.fitted(size, shape)
+                    count = plan.blocks(size, fitted, cache)
+                    recorder.rows.append(_copy_row(plan, operation, size, fitted, count))
+
+
+def _copy_row(plan: Plan, operation: str, size: int, shape: Shape, count: int) -> dict[str, Any]:
+    into, pattern = anonymous_blocks(count, size), Pattern(size)
+    copier = Copier(into)
+    try:
+        there = copier.shared if operation == "get" else into
+        for index in range(count):
+            pattern.fill(index, there[index])
+        copies = copier.copies_ns if operation == "get" else copier.backs_ns
+        here = into if operation == "get" else copier.shared
+        series, generator = Series(), np.random.default_rng(1)
+        calls = max(1, min(_calls(plan, size, shape), count // shape.batch))
+        for number in range(ROUNDS + 1):
+            times = series.start_round()
+            sources, targets = generator.permutation(count).tolist(), generator.permutation(count).tolist()
+            lows = range(0, calls * shape.batch, shape.batch)
+            for low in lows:
+                times.append(copies(sources[low : low + shape.batch], targets[low : low + shape.batch]))
+            moved = calls * shape.batch
+            for source, target in zip(sources[:moved], targets[:moved], strict=True):
+                if not pattern.matches(source, here[target]):
+                    raise IntegrityError(f"a copied block of {size} bytes differs")
+            if number == 0:
+                series.clear()
+        op = operation if shape.batch == 1 else f"{operation}_many"
+        fields: dict[str, Any] = {
+            "backend": "memcpy",
+            "path": "copy",
+            "wire": "copy",
+            "over": "memory",
+            "bytes": size,
+            "set_bytes": count * size,
+        }
+        return row(
+            "perf", op, series, nbytes=size * shape.batch, **fields, batch=shape.batch, concurrency=1, verified=True
+        )
+    finally:
+        del there, here
+        copier.close()
