@@ -46,6 +46,8 @@ LAYERS = {
     "ucxkv.node": "node",
     "ucxkv.config": "node",
     "ucxkv.cli": "cli",
+    "ucxkv.perf": "cli",
+    "ucxkv.perf.peers": "peers",
     "ucxkv.__main__": "cli",
     "ucxkv": "face",
 }
@@ -59,7 +61,8 @@ BELOW = {
     "link": {"cores", "values", "transport", "tiers"},  # what both shells need: dialling
     "client": {"link", "cores", "values", "transport", "tiers"},
     "node": {"link", "cores", "values", "transport", "tiers"},
-    "cli": {"face", "client", "node", "link", "cores", "values", "transport", "tiers"},
+    "peers": set(),  # another interpreter may run it
+    "cli": {"face", "client", "node", "link", "cores", "values", "transport", "tiers", "peers"},
     "face": {"client", "node", "values", "cores"},
 }
 
@@ -74,7 +77,10 @@ FOREIGN = {
     "structlog": ("ucxkv.node", "ucxkv.cli"),
     "prometheus_client": ("ucxkv.node",),
     "typer": ("ucxkv.cli",),
-    "rich": ("ucxkv.cli",),
+    "rich": ("ucxkv.cli", "ucxkv.perf"),
+    "matplotlib": ("ucxkv.perf.plot",),
+    "torch": ("ucxkv.perf.peers.device",),
+    "cupy": ("ucxkv.perf.peers.device",),
     "uvloop": ("ucxkv.node", "ucxkv.cli", "ucxkv.sync", "ucxkv.transport.submit"),
     "typing_extensions": ("ucxkv",),  # for type checkers only
 }

@@ -54,8 +54,8 @@ BACKENDS: Mapping[str, Backend] = {
             "perftest",
             is_tool=True,
             how="pip install libucx-cu12, or Debian's ucx-utils",
-            note="polls on both sides, moves one buffer again and again (in the cache), verifies nothing; one put is half "
-            "of a round trip, a batch is that many operations on their way",
+            note="polls on both sides, moves one buffer again and again (in the cache), verifies nothing; one put is "
+            "half of a round trip, a batch is that many operations on their way",
         ),
         Backend(
             "ucxx",

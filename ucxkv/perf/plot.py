@@ -44,7 +44,7 @@ caption { text-align: left; font-weight: bold; padding: .4em 0 }"""
 
 
 def check_plot(path: Path) -> None:
-    """Raise before the run what drawing would raise after it: SetupError (no matplotlib), UsageError (no such folder)."""
+    """Raise before the run what drawing would after it: SetupError (no matplotlib), UsageError (no such folder)."""
     if not path.absolute().parent.is_dir():
         raise UsageError(f"--plot {path}: the folder {path.absolute().parent} does not exist")
     try:
@@ -149,7 +149,7 @@ def _panel(axes: Axes, rows: list[Row], value: Callable[[Row], float | None], ti
     axes.set_xticks(_ticks(sizes))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: short_size(size)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,.10g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,.6f}".rstrip("0").rstrip(".")))
     axes.grid(which="major", color="#DDDDDD", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=9)
