@@ -8,9 +8,9 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +19,7 @@ from ucxkv.cli.options import AddressOption, TokenFileOption
 if TYPE_CHECKING:
     from ucxkv.perf.plan import Plan
     from ucxkv.perf.sides import Side
+    from ucxkv.transport.address import TcpAddress
 
 __all__ = ["READY", "perf"]
 
@@ -26,7 +27,7 @@ READY = "perf.ready"
 _SIZES = "8,512,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 _QUICK_SIZES = "8,16KiB,64KiB,1MiB,4MiB,64MiB"
 _PATHS = "auto,rma,message,network"
-_REMOTE_PATHS = "auto,rma"
+_FAR_PATHS = "auto,rma"
 _PLOTS = (".png", ".html")
 
 
@@ -50,8 +51,14 @@ def perf(
         typer.Option("--path", help=f"Of auto, mapped, rma, message, network. Default {_PATHS}.", show_default=False),
     ] = "",
     backend: Annotated[
-        str, typer.Option("--backend", help="Of ucxkv, ucx_perftest, ucxx, ucx-py, nixl, socket, memcpy; or all.")
-    ] = "all",
+        str,
+        typer.Option(
+            "--backend",
+            help="Of ucxkv, ucx_perftest, ucxx, ucx-py, nixl, socket, memcpy. Default all; for a --server all but "
+            "ucx_perftest, which listens on every interface.",
+            show_default=False,
+        ),
+    ] = "",
     python: Annotated[
         list[str] | None, typer.Option("--python", metavar="NAME=PATH", help="Interpreter that has a backend.")
     ] = None,
@@ -75,9 +82,11 @@ def perf(
     on the other.
     """
     from ucxkv.cli.logs import log_to_stderr
+    from ucxkv.client.opening import PATHS
     from ucxkv.config import token_from
     from ucxkv.errors import UsageError
     from ucxkv.perf.backends import BACKENDS, parse_interpreters
+    from ucxkv.perf.link import parse_host
     from ucxkv.perf.plan import CACHES, MEMORIES, OPERATIONS, Plan, parse_names, parse_sizes
 
     log_to_stderr("warning", as_json=not sys.stderr.isatty())
@@ -86,82 +95,92 @@ def perf(
     if server:
         if connect is not None or plot is not None:
             raise UsageError("--server measures nothing itself: no --connect and no --plot with it")
-        # ucx_perftest listens on every interface: it is served when it was named
-        named = [name for name in BACKENDS if name != "ucx_perftest"] if backend == "all" else backend.split(",")
-        backends = parse_names("--backend", ",".join(named), tuple(BACKENDS))
-        asyncio.run(_serve(listen, token, token_file, interpreters, backends, address or []))
+        bound = ",".join(name for name in BACKENDS if name != "ucx_perftest")  # to one address; the rest on request
+        served = parse_names("--backend", backend or bound, tuple(BACKENDS))
+        where = parse_host("--server", listen or "127.0.0.1")
+        asyncio.run(_serve(where, token, token_file, interpreters, served, address or []))
         return
     if listen is not None:
-        raise UsageError(
-            f"{listen!r}: an address without an option is where a --server listens; see --connect and --address"
-        )
+        raise UsageError(f"{listen!r}: a bare address is where a --server listens; see --connect and --address")
     if connect is not None and address:
         raise UsageError("--connect and --address: give the node's address to the --server instead")
     for option, value, known in (("--cache", cache, CACHES), ("--memory", memory, MEMORIES)):
         if value not in known:
             raise UsageError(f"{option} {value!r}: use {' or '.join(known)}")
-    if plot is not None and plot.suffix not in _PLOTS:
-        raise UsageError(f"--plot {plot}: the name ends in {' or '.join(_PLOTS)}")
-    from ucxkv.client.opening import PATHS
-    from ucxkv.perf.wires import is_loopback
-
-    is_far = connect is not None and not is_loopback(connect.partition(":")[0])
+    far = parse_host("--connect", connect) if connect is not None else None
     plan = Plan(
         operations=parse_names("--op", op, OPERATIONS),
         sizes=parse_sizes(sizes or (_QUICK_SIZES if quick else _SIZES)),
-        backends=parse_names("--backend", backend, tuple(BACKENDS)),
-        paths=parse_names("--path", path or (_REMOTE_PATHS if is_far else _PATHS), PATHS),
+        backends=parse_names("--backend", backend or "all", tuple(BACKENDS)),
+        paths=parse_names("--path", path or (_FAR_PATHS if far and not far.is_loopback else _PATHS), PATHS),
         batch=batch,
         at_once=at_once,
         cache=cache,
         memory=memory,
         is_quick=quick,
     )
-    if plot is not None:
-        from ucxkv.perf.plot import check_plot
+    _check_plot(plot)
+    found, has_failed = asyncio.run(_measure(plan, far, address or [], token, token_file, interpreters))
+    _show(found, as_json=as_json, plot=plot)
+    if has_failed or not found["rows"]:
+        raise typer.Exit(1)
 
-        check_plot(plot)
-    found, has_failed = asyncio.run(_measure(plan, connect, address or [], token, token_file, interpreters))
-    if plot is not None:
-        from ucxkv.perf.plot import draw
 
-        draw(found, plot)
+def _check_plot(plot: Path | None) -> None:
+    from ucxkv.errors import UsageError
+
+    if plot is None:
+        return
+    if plot.suffix not in _PLOTS:
+        raise UsageError(f"--plot {plot}: the name ends in {' or '.join(_PLOTS)}")
+    from ucxkv.perf.plot import check_plot
+
+    check_plot(plot)
+
+
+def _show(found: dict[str, Any], *, as_json: bool, plot: Path | None) -> None:
     if as_json:
         print(json.dumps(found))
     else:
         from ucxkv.perf.report import print_tables
 
         print_tables(found)
-    if has_failed or not found["rows"]:
-        raise typer.Exit(1)
+    if plot is not None and found["rows"]:
+        from ucxkv.perf.plot import draw
+
+        draw(found, plot)
 
 
 async def _measure(
     plan: Plan,
-    connect: str | None,
-    addresses: list[str],
+    far: TcpAddress | None,
+    addresses: Sequence[str],
     token: str,
     token_file: Path | None,
-    interpreters: dict[str, str],
-) -> tuple[dict[str, object], bool]:
+    interpreters: Mapping[str, str],
+) -> tuple[dict[str, Any], bool]:
     from ucxkv.perf.run import run_plan
 
-    async with _side(connect, addresses, token, token_file, interpreters) as side:
-        command = shlex.join(["ucxkv", *sys.argv[1:]])
+    command = shlex.join(["ucxkv", *sys.argv[1:]])
+    async with _side(far, addresses, token, token_file, interpreters) as side:
         return await run_plan(plan, side, token=token or None, interpreters=interpreters, command=command)
 
 
 @contextlib.asynccontextmanager
 async def _side(
-    connect: str | None, addresses: list[str], token: str, token_file: Path | None, interpreters: dict[str, str]
+    far: TcpAddress | None,
+    addresses: Sequence[str],
+    token: str,
+    token_file: Path | None,
+    interpreters: Mapping[str, str],
 ) -> AsyncIterator[Side]:
-    from ucxkv.perf.link import RemoteSide, parse_host
+    from ucxkv.perf.link import RemoteSide
     from ucxkv.perf.sides import LocalSide
 
-    if connect is None:
+    if far is None:
         yield LocalSide("127.0.0.1", interpreters, token_file, addresses)
         return
-    remote = await RemoteSide.connect(parse_host("--connect", connect), token)
+    remote = await RemoteSide.connect(far, token)
     try:
         yield remote
     finally:
@@ -169,26 +188,20 @@ async def _side(
 
 
 async def _serve(
-    listen: str | None,
+    listen: TcpAddress,
     token: str,
     token_file: Path | None,
-    interpreters: dict[str, str],
-    backends: tuple[str, ...],
-    nodes: list[str],
+    interpreters: Mapping[str, str],
+    backends: Sequence[str],
+    nodes: Sequence[str],
 ) -> None:
-    from ucxkv.perf.link import parse_host
     from ucxkv.perf.server import PerfServer
 
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     server = await PerfServer.start(
-        parse_host("--server", listen or "127.0.0.1"),
-        token=token,
-        token_file=token_file,
-        interpreters=interpreters,
-        backends=backends,
-        nodes=nodes,
+        listen, token=token, token_file=token_file, interpreters=interpreters, backends=backends, nodes=nodes
     )
     try:
         print(json.dumps({"event": READY, "address": str(server.address), "backends": list(backends)}), flush=True)

@@ -40,13 +40,14 @@ def _groups(plan: Plan, backend: Backend) -> list[tuple[str, list[tuple[Shape, T
 
 def _tasks(plan: Plan, backend: Backend, operation: str) -> list[tuple[Shape, Task]]:
     cache, found = last_level_cache_bytes(), []
+    budget_s = plan.budget_s / (4 if backend.is_tool else 1)  # a tool repeats without our pauses
     for shape in plan.shapes(operation):
         if (shape.batch > 1 and not backend.has_batches) or (shape.at_once > 1 and not backend.has_at_once):
             continue
         for size in plan.sizes:
             fitted = plan.fitted(size, shape)
             count = plan.blocks(size, fitted, cache)
-            found.append((fitted, Task(operation, size, fitted.batch, fitted.at_once, count, plan.budget_s)))
+            found.append((fitted, Task(operation, size, fitted.batch, fitted.at_once, count, budget_s)))
     return found
 
 
@@ -73,8 +74,8 @@ async def measure_foreign(
     except IntegrityError:
         raise
     except Missing as exc:
-        how = f": {backend.how}" if backend.how else ""
-        recorder.note(name, MISSING, f"not installed{how} ({exc.message.removeprefix(f'{name}: ')})")
+        why = exc.message.removeprefix(f"{name}: ")
+        recorder.note(name, MISSING, f"not installed: {backend.how} ({why})" if exc.is_installable else why)
     except UcxKvError as exc:
         recorder.note(name, FAILED, f"over {wire}: {exc}")
     recorder.steps_count = over

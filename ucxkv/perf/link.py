@@ -20,7 +20,7 @@ import time
 from typing import Any
 
 from ucxkv.dial import Caller, Dialed, dial, mapped_error, raise_failure
-from ucxkv.errors import UcxKvError, Unavailable, UsageError
+from ucxkv.errors import Overloaded, Unavailable, UsageError
 from ucxkv.perf.process import Missing
 from ucxkv.perf.sides import ASK_S, StartedNode, StartedServer
 from ucxkv.protocol import MessageError, decode
@@ -96,13 +96,15 @@ class RemoteSide:
 
     @classmethod
     async def connect(cls, address: TcpAddress, token: str) -> RemoteSide:
-        """Raises Unavailable (nobody there), SetupError (token, or no perf server), UsageError."""
+        """Raises Unavailable (nobody there, or busy), SetupError (another token), UsageError (no perf server)."""
         target = await resolve(address)
         deadline_ns = time.monotonic_ns() + int(_CONNECT_S * 1e9)
         try:
             dialed = await dial(str(target), Caller(role="client", name="ucxkv perf", token=token), deadline_ns)
-        except UcxKvError as exc:
-            raise type(exc)(f"{exc.message} (on the other machine: ucxkv perf --server HOST:{target.port})") from exc
+        except Overloaded:
+            raise
+        except Unavailable as exc:
+            raise Unavailable(f"{exc.message} On the other machine: ucxkv perf --server HOST:{target.port}") from exc
         if dialed.welcome.name != SERVER_NAME:
             dialed.connection.abort()
             raise UsageError(

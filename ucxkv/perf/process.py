@@ -20,6 +20,7 @@ __all__ = ["Missing", "Worker"]
 _LINE_MAX = 16 << 20
 _START_S = 60.0  # importing ucxx alone takes seconds on a busy machine
 _END_S = 3.0
+_NOT_THERE = ("is not installed", "was not found")
 
 # The package `peers` alone, without ucxkv: another interpreter need not have it.
 _BOOT = """
@@ -39,7 +40,12 @@ Question = Callable[[dict[str, Any]], Awaitable[Any]]
 
 
 class Missing(UcxKvError):
-    """The backend is not here; the text says why."""
+    """The backend cannot run here; the text says why."""
+
+    @property
+    def is_installable(self) -> bool:
+        """Whether installing it is what helps: its module or program was not found."""
+        return any(words in self.message for words in _NOT_THERE)
 
 
 class Worker:

@@ -134,7 +134,7 @@ class PerfServer:
         task.add_done_callback(self._tasks.discard)
 
     def _welcome(self, session: Session) -> m.Welcome:
-        if self._client is not None:
+        if self._client is not None and self._client.connection.is_open:
             raise Overloaded("another `ucxkv perf --connect` is being served; figures would disturb each other")
         self._client = _Client(session.connection, self)
         return m.Welcome(
@@ -264,9 +264,7 @@ class _Client:
         if name not in BACKENDS or not BACKENDS[name].module or wire not in ("shm", "net") or memory not in MEMORIES:
             raise UsageError(f"no server for backend {name!r}, wire {wire!r}, memory {memory!r}")
         if not self._server.serves(name):
-            raise Missing(
-                f"{name} is not served there; start the server with --backend all, or with {name} in the list"
-            )
+            raise Missing("not served by the other machine: start its --server with --backend all, or a list of names")
         if len(self._servers) >= _SERVERS_MAX:
             raise Overloaded(f"{_SERVERS_MAX} servers run already")
         async with self._starting:

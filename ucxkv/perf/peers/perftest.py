@@ -99,7 +99,7 @@ def parse_results(text: str) -> dict[int, tuple[float, float, int]]:
 
 def _check(config: Config) -> None:
     if not config.tool:
-        raise Missing("ucx_perftest was not found: it comes with libucx-cu12 (pip) and ucx-utils (Debian)")
+        raise Missing("ucx_perftest was not found beside libucp, in the libucx wheel or in PATH")
     if config.memory == "cuda" and (why := why_no_device()):
         raise Missing(why)
 

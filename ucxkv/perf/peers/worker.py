@@ -77,7 +77,7 @@ class _Worker:
             line = await self._lines.get()
             try:
                 self._say(ok=await self._carry_out(json.loads(line)))
-            except (Missing, ImportError) as exc:
+            except Missing as exc:
                 self._say(error=str(exc), kind="missing")
             except WrongBytes as exc:
                 self._say(error=str(exc), kind="wrong")
