@@ -288,6 +288,61 @@ class DataClient(Requests):
         await self._run("write", n, pieces, start, outs, (keep, region), deadline_ns, let_go)
         return status
 
+    def value_writer(self) -> Callable[[int, int, int, int, object, int], bool | Coroutine[Any, Any, bool]]:
+        """A function (region, offset, address, bytes, keep, deadline_ns) that writes one piece, cheaper than `write`.
+
+        It says whether the value was WRITTEN, or gives an awaitable of that, with `write`'s promises.
+        """
+        ffi, lib, worker, fetcher = self._ffi, self._lib, self._worker, self._fetcher
+        first, receives, status = ffi.new("uint32_t[]", [0, 1]), ffi.new("uint32_t *"), ffi.new("uint8_t *")
+        addr, length = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        where, at = ffi.new("uint16_t *"), ffi.new("uint64_t *")
+        null, session, fragment = ffi.NULL, self._session, self._fragment
+
+        def write_one(
+            region: int, offset: int, address: int, nbytes: int, keep: object, deadline_ns: int
+        ) -> bool | Coroutine[Any, Any, bool]:
+            endpoint = self._endpoint.handle_or_none
+            if self.error is not None or endpoint is None:
+                return False
+            if (region, offset) in self._dirty:
+                return write_later(region, offset, address, nbytes, keep, deadline_ns)
+            addr[0], length[0], where[0], at[0] = address, nbytes, region, offset
+            request_id = worker.next_id()
+            code = lib.kv_fetch_write(
+                fetcher.handle, endpoint, session, request_id, 1, first, addr, length, where, at, fragment, null,
+                0 if self._waiters else worker.inline_wait_ns,
+            )  # fmt: skip
+            if code > 0:
+                return self._write_rest(request_id, (region, offset), keep, deadline_ns)
+            if code < 0:
+                return False
+            if lib.kv_fetch_take(fetcher.handle, request_id, status, null, null, null, receives):
+                fetcher.kept[request_id] = keep  # answered, and UCX still reads the source
+            return bool(status[0] == WriteStatus.WRITTEN)
+
+        async def write_later(
+            region: int, offset: int, address: int, nbytes: int, keep: object, deadline_ns: int
+        ) -> bool:
+            if not await self._wait_for_dirty([(region, offset)], deadline_ns):
+                return False
+            done = write_one(region, offset, address, nbytes, keep, deadline_ns)
+            return done if isinstance(done, bool) else await done
+
+        return write_one
+
+    async def _write_rest(self, request_id: int, extent: tuple[int, int], keep: object, deadline_ns: int) -> bool:
+        """The end of a write that was not answered at once."""
+        status = self._ffi.new("uint8_t *", UNAVAILABLE)
+        chunk = Chunk(request_id, 0, 1, self._worker.register(request_id, None, "write"))
+
+        def let_go(request_id: int, low: int, high: int) -> None:
+            self._dirty[extent] = request_id
+
+        outs = (status, None, None, None)
+        await self._run("write", 0, None, None, outs, keep, deadline_ns, let_go, deque((chunk,)))
+        return bool(status[0] == WriteStatus.WRITTEN)
+
     async def _wait_for_dirty(self, extents: list[tuple[int, int]], deadline_ns: int | None) -> bool:
         """Wait until no abandoned write to these extents is in flight; False: the node or the time is gone first."""
         while True:

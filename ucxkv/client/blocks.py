@@ -128,13 +128,13 @@ class BlockCalls:
         key = as_key(key)
         above = ROOT_KEY if parent is None else as_key(parent)
         source = as_source(block)
-        fast = self._router.fast
-        if fast is not None and source.is_flat and not self._order.puts(above):
+        sole = self._router.sole
+        if sole is not None and sole.is_alive and source.is_flat and not self._order.puts(above):
             address, nbytes = int(source.addr[0]), int(source.nbytes[0])
             if nbytes <= THREAD_BYTES:
                 self._busy += 1
                 try:
-                    done = await fast[0].putter.put_one(key, above, address, nbytes, deadline_ns)
+                    done = await sole.putter.put_one(key, above, address, nbytes, source, deadline_ns)
                 finally:
                     self._leave()
                 if done is not None:

@@ -183,8 +183,10 @@ class MappedPath:
             tier_copy.gather(pieces.first, iov, targets, sums)
         return sums
 
-    def write_one(self, address: int, nbytes: int, region: int, offset: int) -> int:
-        """`write` of one small value that lies in one piece; its sum."""
+    async def write_one(
+        self, address: int, nbytes: int, region: int, offset: int, keep: object, deadline_ns: int
+    ) -> int:
+        """See Path."""
         return tier_copy.engine.copy_sum_at(self._bases_list[region] + offset, address, nbytes)
 
     # ---- the end

@@ -257,6 +257,7 @@ class MessagePath:
         self.why = ""
         self.read_into: ReadInto | None = client.into_reader()
         """See Path."""
+        self._write_one = client.value_writer()
 
     def _gone(self) -> errors.Unavailable:
         return errors.Unavailable(f"the node cannot be reached by messages: {self._client.error}")
@@ -317,6 +318,19 @@ class MessagePath:
         if (status != WriteStatus.WRITTEN).any():
             raise errors.Unavailable(f"a write was not taken: {WriteStatus(int(status.max())).name}")
         return sums
+
+    async def write_one(
+        self, address: int, nbytes: int, region: int, offset: int, keep: object, deadline_ns: int
+    ) -> int:
+        """See Path."""
+        total = tier_copy.engine.sum_at(address, nbytes)
+        try:
+            done = self._write_one(region, offset, address, nbytes, keep, deadline_ns)
+            if not (done if isinstance(done, bool) else await done):
+                raise errors.Unavailable("a write was not taken")
+        except TransportError as exc:
+            raise mapped_error(exc) from exc
+        return total
 
     @property
     def is_busy(self) -> bool:

@@ -80,6 +80,11 @@ class Path(Protocol):
         again.
         """
 
+    async def write_one(
+        self, address: int, nbytes: int, region: int, offset: int, keep: object, deadline_ns: int
+    ) -> int:
+        """`write` of one value that lies in one piece, owned by `keep`; its sum."""
+
     @property
     def is_busy(self) -> bool:
         """Whether something may still write into the node's memory on this path's behalf."""

@@ -27,7 +27,6 @@ from ucxkv.transport.base import TransportError
 if TYPE_CHECKING:
     from ucxkv.buffers import Pieces
     from ucxkv.client.link import NodeLink
-    from ucxkv.client.mapped import MappedPath
     from ucxkv.transport.control import Message as ControlMessage
 
 __all__ = ["Putter"]
@@ -86,11 +85,12 @@ class Putter:
         if self._idle_timer is None:
             self._idle_timer = self._loop.call_later(_GRANT_IDLE_S, self._return_idle)
 
-    async def put_one(self, key: bytes, parent: bytes, address: int, nbytes: int, deadline_ns: int) -> int | None:
-        """Store one block that lies in one piece, over a mapped path: its PutStatus; None: use `put` (no extent at
-        hand).
+    async def put_one(
+        self, key: bytes, parent: bytes, address: int, nbytes: int, keep: object, deadline_ns: int
+    ) -> int | None:
+        """Store one block that lies in one piece: its PutStatus; None: use `put` (no extent at hand).
 
-        The caller keeps the memory alive until this returns.
+        keep: owns the memory.
         """
         place = self.grants.take_one(nbytes)
         if place is None:
@@ -98,9 +98,15 @@ class Putter:
         self._note_put()
         held, ahead = self.grants.count(nbytes), _ahead(nbytes)
         wanted = 0 if 2 * held > ahead else ahead - held  # a stock for many puts, so that few of them have to ask
-        path: MappedPath = self._path  # type: ignore[assignment]
         region, offset = place
-        total = path.write_one(address, nbytes, region, offset)
+        try:
+            total = await self._path.write_one(address, nbytes, region, offset, keep, deadline_ns)
+        except errors.Unavailable:
+            self._give_back(region.to_bytes(2, "little"), offset.to_bytes(8, "little"))
+            return _UNAVAILABLE
+        except BaseException:
+            self._give_back(region.to_bytes(2, "little"), offset.to_bytes(8, "little"))
+            raise
         message = m.Put(
             keys=key,
             parents=parent,
@@ -229,8 +235,11 @@ class Putter:
         """Extents whose write was stopped: the path has let go of them (its promise), so the node may have them
         back.
         """
+        self._give_back(taken.regions.tobytes(), taken.offsets.tobytes())
+
+    def _give_back(self, regions: bytes, offsets: bytes) -> None:
         try:
-            self._link.tell(m.Return(regions=taken.regions.tobytes(), offsets=taken.offsets.tobytes()))
+            self._link.tell(m.Return(regions=regions, offsets=offsets))
         except errors.UcxKvError:
             return  # the connection is gone, and its grants with it
 
