@@ -62,11 +62,13 @@ class Connect:
                 client.on_close(engine.aclose)
             return engine
 
+        networks = Networks()
+        client.on_close(networks.aclose)
         options = LinkOptions(
             name=f"{socket.gethostname()}:{os.getpid()}",
             token=self._token,
             asked=self._asked,
-            networks=Networks(),
+            networks=networks,
             handler=router.on_message,
             on_lost=router.on_lost,
             engine=make_engine,

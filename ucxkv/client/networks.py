@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Networks"]
 
+_CLOSE_S = 1.0
+
 
 class Networks:
     """The network devices of one client. tree: where the machine is read; default: this one, without asking NVML."""
@@ -47,6 +49,11 @@ class Networks:
             self._read = asyncio.ensure_future(asyncio.to_thread(read_topology, self._tree))
         topology = await asyncio.shield(self._read)
         return choose_network(topology, interface_addresses(), self.here, node, local_host, why_no_verbs)
+
+    async def aclose(self) -> None:
+        """Wait for the thread that reads the machine, where it still does: some milliseconds, a second at most."""
+        if self._read is not None and not self._read.done():
+            await asyncio.wait([self._read], timeout=_CLOSE_S)
 
 
 def choose_network(
