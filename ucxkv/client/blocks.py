@@ -251,6 +251,8 @@ class BlockCalls:
                     found = OTHERWISE  # the general way says what is wrong with it
                 nbytes = found if type(found) is int else await self._awaited(found)  # type: ignore[arg-type]
                 if nbytes != OTHERWISE:
+                    if nbytes == NOT_THERE:
+                        as_key(key)  # of a hit nothing but its length can be wrong
                     counts = self.counts
                     counts["gets"] += 1
                     if nbytes == NOT_THERE:
