@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -95,7 +96,9 @@ async def _measure(
         return await (server.cpu_ns() if "cpu" in question else server.ask(question["ask"]))
 
     config = {"backend": backend.name, "wire": wire, "host": side.host, "memory": plan.memory, "tool": find_perftest()}
-    client = await Worker.spawn(backend, interpreters, environment(backend.name, wire, side.host))
+    variables = environment(backend.name, wire, side.host)
+    own = os.environ.get("UCX_TLS", "UCX's choice")
+    client = await Worker.spawn(backend, interpreters, variables)
     try:
         start = {"start": config, "server": server.ready}
         await client.request(start, seconds=_START_S, question=answer)
@@ -104,12 +107,9 @@ async def _measure(
             message = {"measure": [dataclasses.asdict(task) for _, task in tasks]}
             seconds = _TASK_S if len(tasks) == 1 else _BATCH_S
             said = await client.request(message, seconds=seconds, question=answer)
-            fields = {
-                "backend": backend.name,
-                "path": wire,
-                "wire": wire,
-                "over": said["facts"].get("transports", wire),
-            }
+            over = said["facts"].pop("transports", "") or variables.get("UCX_TLS", own)
+            fields = {"backend": backend.name, "path": wire, "wire": wire, "over": over}
+            recorder.versions[backend.name] = said["facts"]
             for (shape, task), plain in zip(tasks, said["results"], strict=True):
                 recorder.rows.append(_row(shape, task, Result(**plain), fields))
     finally:

@@ -1,8 +1,8 @@
 """What a run found: rows, notices and facts; as one JSON object or as tables.
 
 The JSON object's keys: `ucxkv` (version), `command`, `machine` and `server` (facts of this machine and of the one that
-was asked; server is null when it is the same), `conditions` (load of others during the run), `notices` (backends that
-are missing, unable or failed: backend, state, text) and `rows`. A row's keys:
+was asked; server is null when it is the same), `conditions` (load of others during the run), `backends` (versions by
+name), `notices` (backends that are missing, unable or failed: backend, state, text) and `rows`. A row's keys:
 
 backend, op          who, and what: get, put, am, tag (one at a time), get_many, put_many (`batch` blocks a call),
                      am_stream, tag_stream (`concurrency` messages on their way), look_up, look_up_many
@@ -10,7 +10,8 @@ path, wire, over     of ucxkv's client (mapped, rma, message, network), or as `w
                      shared memory), net, copy; the transports by name
 bytes, batch, concurrency   size of a block, blocks of a call, calls on their way
 set_bytes            the working set: what lies in the cache is faster
-p50_us, p99_us       of one call; for am and tag half of a round trip, for a stream its time divided by its messages
+p50_us, p99_us       of one call; for am and tag half of a round trip; for a stream, and for ucx_perftest with several on
+                     their way, the time of all divided by their number
 spread, samples      (largest - smallest) / median of the rounds' medians; calls measured
 gbps, keys_s         10^9 bytes a second; keys a second
 cpu_client_s_per_gb, cpu_server_s_per_gb, cpu_s_per_gb     CPU seconds of each side, and of both, for 10^9 bytes
@@ -51,6 +52,8 @@ class Recorder:
     on_step: Callable[[str, int], None]
     rows: list[Row] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
+    versions: dict[str, Row] = field(default_factory=dict)
+    """What each backend says of itself: its version, that of its UCX, the tool's path."""
     steps_count: int = 0
 
     def step(self, what: str) -> None:
@@ -73,7 +76,7 @@ class Recorder:
 def report(recorder: Recorder, **facts: Any) -> Row:
     """The JSON object; see the module for its keys."""
     notices = [{"backend": each.backend, "state": each.state, "text": each.text} for each in recorder.notices]
-    return {**facts, "notices": notices, "rows": recorder.rows}
+    return {**facts, "backends": recorder.versions, "notices": notices, "rows": recorder.rows}
 
 
 # ---- tables
@@ -171,7 +174,9 @@ def print_tables(found: Row) -> None:
         style = "bold red" if notice["state"] == FAILED else "yellow"
         console.print(f"{notice['backend']}: {notice['state']}: {notice['text']}", style=style, markup=False)
     for name in dict.fromkeys(row["backend"] for row in found["rows"]):
-        console.print(f"{name}: {BACKENDS[name].note}", style="dim", markup=False, highlight=False)
+        versions = ", ".join(f"{key} {value}" for key, value in found["backends"].get(name, {}).items())
+        text = f"{name} ({versions})" if versions else name
+        console.print(f"{text}: {BACKENDS[name].note}", style="dim", markup=False, highlight=False)
     for name in ("machine", "server", "conditions"):
         facts = found[name]
         if facts:
