@@ -10,8 +10,8 @@ path, wire, over     of ucxkv's client (mapped, rma, message, network), or as `w
                      shared memory), net, copy; the transports by name
 bytes, batch, concurrency   size of a block, blocks of a call, calls on their way
 set_bytes            the working set: what lies in the cache is faster
-p50_us, p99_us       of one call; for am and tag half of a round trip; for a stream, and for ucx_perftest with several on
-                     their way, the time of all divided by their number
+p50_us, p99_us       of one call; for am and tag half of a round trip; for a stream, and for ucx_perftest with several
+                     on their way, the time of all divided by their number
 spread, samples      (largest - smallest) / median of the rounds' medians; calls measured
 gbps, keys_s         10^9 bytes a second; keys a second
 cpu_client_s_per_gb, cpu_server_s_per_gb, cpu_s_per_gb     CPU seconds of each side, and of both, for 10^9 bytes
