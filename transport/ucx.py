@@ -45,6 +45,7 @@ _SOFT_ROCE_SETTINGS: Mapping[str, str] = {
 }
 _CANCELED = -16
 _RMA_RAILS_SINCE = (1, 17)  # 1.13 does not know MAX_RMA_RAILS and reads over one rail; 1.17 and later do
+_PREFIXES_SINCE = (1, 17)  # before, `ucp_config_modify` knows a transport's settings without the transport's name alone
 _TEXT_BYTES = 64 << 10
 _LOST = frozenset(
     (-3, -6, -13, -20, -23, -24, -25)
@@ -141,13 +142,15 @@ class Context:
 
     def _open(self, wanted: Mapping[str, str], is_shared: bool) -> None:
         ffi = self._ffi
+        names = wanted if self.library.version[:2] >= _PREFIXES_SINCE else [n.removeprefix("TCP_") for n in wanted]
         texts = [
-            (ffi.new("char[]", name.encode()), ffi.new("char[]", value.encode())) for name, value in wanted.items()
+            (ffi.new("char[]", name.encode()), ffi.new("char[]", value.encode()))
+            for name, value in zip(names, wanted.values(), strict=True)
         ]
-        names = ffi.new("const char *[]", [name for name, _ in texts] or [ffi.NULL])
-        values = ffi.new("const char *[]", [value for _, value in texts] or [ffi.NULL])
+        p_names = ffi.new("const char *[]", [name for name, _ in texts] or [ffi.NULL])
+        p_values = ffi.new("const char *[]", [value for _, value in texts] or [ffi.NULL])
         out, unknown = ffi.new("ucp_context_h *"), ffi.new("uint32_t *")
-        status = self._lib.kv_context_open(names, values, len(texts), is_shared, out, unknown)
+        status = self._lib.kv_context_open(p_names, p_values, len(texts), is_shared, out, unknown)
         if status != 0:
             reason = ffi.string(self._lib.kv_status_text(status)).decode()
             raise SetupFailed(

@@ -49,11 +49,14 @@ def why_not() -> str:
     return ""
 
 
-def use(end: End) -> None:
-    """Make UCX use this device alone, with time limits that suit a test."""
+def use(end: End | None) -> None:
+    """Make UCX use this device alone (None: whatever ucxkv chooses), with time limits that suit a test."""
+    for name in ("UCX_TLS", "UCX_NET_DEVICES"):
+        os.environ.pop(name, None)
+    if end is not None:
+        os.environ["UCX_TLS"] = "rc"  # with its auxiliary UD, and neither shared memory nor tcp
+        os.environ["UCX_NET_DEVICES"] = end.device
     os.environ.update(
-        UCX_TLS="rc",  # with its auxiliary UD, and neither shared memory nor tcp
-        UCX_NET_DEVICES=end.device,
         UCX_RC_VERBS_TIMEOUT="1s",
         UCX_RC_VERBS_RETRY_COUNT="7",
         UCX_WARN_UNUSED_ENV_VARS="n",
@@ -110,8 +113,8 @@ async def _said(pipe: Connection) -> Any:
         return None
 
 
-def _run(pipe: Connection, body: Callable[[], Any]) -> None:
-    use(PEER)
+def _run(pipe: Connection, body: Callable[[], Any], end: End | None = PEER) -> None:
+    use(end)
     try:
         asyncio.run(body())
     except BaseException as exc:
@@ -161,8 +164,10 @@ def peer_main(pipe: Connection) -> None:
     _run(pipe, body)
 
 
-def node_main(pipe: Connection, name: str, join: tuple[str, ...]) -> None:
-    """A node on the peer's end: tells its address, answers anything with its data service's numbers."""
+def node_main(pipe: Connection, name: str, join: tuple[str, ...], end: End | None = PEER) -> None:
+    """A node at the peer's address, with UCX as `use` of `end` says: tells its address, answers anything with its data
+    service's numbers.
+    """
 
     async def body() -> None:
         from ucxkv.node import Node, NodeConfig
@@ -173,4 +178,4 @@ def node_main(pipe: Connection, name: str, join: tuple[str, ...]) -> None:
             while await _said(pipe) is not None:
                 pipe.send({**node.service.numbers(), "port": node.service.port})
 
-    _run(pipe, body)
+    _run(pipe, body, end)
