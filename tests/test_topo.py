@@ -28,6 +28,21 @@ def test_a_dgx_is_shown_as_nvidia_smi_shows_it(capsys: pytest.CaptureFixture[str
     assert "PHB " not in text  # the legend holds what is shown only
 
 
+def test_near_and_far_differ_in_colour(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: the eye finds what is near. Method: the dual-socket matrix on a terminal with colours; and without them."""
+    green, red = "\x1b[32m", "\x1b[31m"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert run(["topo", "--root", _root("dual_socket")]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert f"{green}PIX" in rows[1] and f"{red}SYS" in rows[1] and f"{red}PIX" not in rows[1]
+    described = next(row for row in rows if "ens3f0np0" in row)
+    assert described.index("\x1b[0m") < described.index("Ethernet")  # the name alone is bold
+    monkeypatch.delenv("FORCE_COLOR")
+    assert run(["topo", "--root", _root("dual_socket")]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", [*recorded.NAMES, ""])
 def test_json_holds_the_whole_answer(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Goal: one object, for every machine and this one. Method: its keys, matrix and choices."""

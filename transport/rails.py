@@ -13,17 +13,24 @@ Source: NVIDIA's GPUDirect RDMA notes; UCX's own distances (UCX_DISTANCE_BW), wh
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from .base import UsageError
 from .devices import Interface, RdmaDevice, RdmaPort
 from .netlink import Network
-from .topology import Distance, Topology, distance
+from .ranking import Location, Rail
+from .topology import Distance, Topology, distance, near_of, nvlinks
 
-__all__ = ["LOOPBACK", "MAX_RAILS", "Rail", "RailChoice", "choose_rails", "listening_interfaces", "rail_numbers"]
+__all__ = [
+    "LOOPBACK",
+    "MAX_RAILS",
+    "RailChoice",
+    "choose_rails",
+    "listening_interfaces",
+    "locate",
+    "rail_numbers",
+]
 
 LOOPBACK = "lo"
 MAX_RAILS = 2
@@ -59,26 +66,6 @@ class RailChoice:
     def net_devices(self) -> str:
         """The value for UCX_NET_DEVICES; "all" where nothing was chosen."""
         return ",".join(self.devices) or "all"
-
-
-class Rail(NamedTuple):
-    """One port as other machines know it.
-
-    Rail k of one machine and rail k of another meet at one leaf switch in a rail-optimised cluster. fabric: "ib:<subnet
-    prefix>" or "roce"; ports of different fabrics do not reach each other. gid: the port's address, "" unknown.
-    """
-
-    fabric: str
-    number: int
-    gid: str = ""
-
-    @property
-    def ipv4(self) -> ipaddress.IPv4Address | None:
-        """The address in a RoCE port's GID, where it is one of IPv4."""
-        try:
-            return ipaddress.IPv6Address(self.gid).ipv4_mapped
-        except ValueError:
-            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,14 +215,15 @@ def _words(apart: Distance, near: str) -> str:
     return f"{apart.name} from {near}" if near else "anywhere on this host"
 
 
-def listening_interfaces(topology: Topology, via: str) -> tuple[str, ...]:
+def listening_interfaces(topology: Topology, via: str, addressed: Collection[str] | None = None) -> tuple[str, ...]:
     """Where a node serves over TCP: `via`, or for "" (any address) the loopback and all interfaces that are up.
 
-    Empty where none is up: the choice is UCX's.
+    addressed: the interfaces that have an address (None: not known). Empty where none is left: the choice is UCX's.
     """
     if via:
         return (via,)
-    up = tuple(interface.name for interface in topology.interfaces if interface.is_up)
+    up = [interface.name for interface in topology.interfaces if interface.is_up]
+    up = [name for name in up if addressed is None or name in addressed]
     return (LOOPBACK, *up) if up else ()
 
 
@@ -255,3 +243,18 @@ def rail_numbers(topology: Topology) -> dict[str, Rail]:
         for fabric, entries in fabrics.items()
         for number, entry in enumerate(sorted(entries))
     }
+
+
+def locate(
+    topology: Topology, host: str, process: str, *, near: str = "", max_rails: int = MAX_RAILS, worker: int = 0
+) -> Location:
+    """The location of a process of this machine whose memory is at `near`, as for `choose_rails`. Raises UsageError."""
+    numbers = rail_numbers(topology)
+    choice = choose_rails(topology, near, max_rails, worker)
+    rails = frozenset(numbers[device] for device in choice.devices if device in numbers)
+    numa = near_of(topology, near) if near else -1
+    own = next((gpu for gpu in topology.gpus if f"gpu{gpu.index}" == near), None)
+    if own is None:
+        return Location(host, process, numa=numa, rails=rails)
+    linked = frozenset(gpu.place.address for gpu in topology.gpus if nvlinks(own, gpu))
+    return Location(host, process, own.place.address, numa, linked, rails)

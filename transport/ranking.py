@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from .rails import MAX_RAILS, Rail, choose_rails, rail_numbers
-from .topology import Topology, near_of, nvlinks
-
-__all__ = ["Location", "Source", "TierKind", "Way", "locate", "network_way", "rank_sources", "way_between"]
+__all__ = ["Location", "Rail", "Source", "TierKind", "Way", "network_way", "rank_sources", "way_between"]
 
 
 class Way(enum.IntEnum):
@@ -65,6 +64,26 @@ _WAY_GBPS = {
 _TIER_GBPS = {TierKind.GPU: 2000.0, TierKind.HOST: 2000.0, TierKind.NVME: 6.0}
 
 
+class Rail(NamedTuple):
+    """One port as other machines know it.
+
+    Rail k of one machine and rail k of another meet at one leaf switch in a rail-optimised cluster. fabric: "ib:<subnet
+    prefix>" or "roce"; ports of different fabrics do not reach each other. gid: the port's address, "" unknown.
+    """
+
+    fabric: str
+    number: int
+    gid: str = ""
+
+    @property
+    def ipv4(self) -> ipaddress.IPv4Address | None:
+        """The address in a RoCE port's GID, where it is one of IPv4."""
+        try:
+            return ipaddress.IPv6Address(self.gid).ipv4_mapped
+        except ValueError:
+            return None
+
+
 @dataclass(frozen=True, slots=True)
 class Location:
     """Where a process is. host, process: opaque, unique; gpu: PCI address of its memory's GPU, empty for host memory.
@@ -91,21 +110,6 @@ class Source:
     way: Way
     tier: TierKind = TierKind.HOST
     load: float = field(default=0.0)
-
-
-def locate(
-    topology: Topology, host: str, process: str, *, near: str = "", max_rails: int = MAX_RAILS, worker: int = 0
-) -> Location:
-    """The location of a process of this machine whose memory is at `near`, as for `choose_rails`. Raises UsageError."""
-    numbers = rail_numbers(topology)
-    choice = choose_rails(topology, near, max_rails, worker)
-    rails = frozenset(numbers[device] for device in choice.devices if device in numbers)
-    numa = near_of(topology, near) if near else -1
-    own = next((gpu for gpu in topology.gpus if f"gpu{gpu.index}" == near), None)
-    if own is None:
-        return Location(host, process, numa=numa, rails=rails)
-    linked = frozenset(gpu.place.address for gpu in topology.gpus if nvlinks(own, gpu))
-    return Location(host, process, own.place.address, numa, linked, rails)
 
 
 def way_between(a: Location, b: Location) -> Way:

@@ -10,9 +10,7 @@ UCXKV_PATH, the argument or flag.
 
 from __future__ import annotations
 
-import difflib
 import os
-import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -62,6 +60,8 @@ def path_setting(argument: str | None = None, environ: Mapping[str, str] | None 
 
 def read_tables(file: Path) -> dict[str, dict[str, object]]:
     """The tables of a configuration file, an empty one for each that it lacks. Raises SetupError naming the file."""
+    import tomllib  # most clients read no file
+
     try:
         tables = tomllib.loads(file.read_text())
     except OSError as exc:
@@ -85,6 +85,8 @@ def check_keys(table: Mapping[str, object], known: Collection[str], file: Path, 
     """Refuse a key that the table does not know, so that a misspelt one never silently means its default."""
     for key in table:
         if key not in known:
+            import difflib
+
             near = difflib.get_close_matches(key, sorted(known), n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
             raise SetupError(f"configuration {file}: unknown key {key!r} in [{name}]; {hint}")

@@ -11,8 +11,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from ucxkv.protocol import messages as m
-from ucxkv.transport.rails import Rail
-from ucxkv.transport.ranking import Location
+from ucxkv.transport.ranking import Location, Rail
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

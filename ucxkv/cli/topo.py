@@ -120,13 +120,13 @@ def _print_matrix(console: Console, topology: Topology) -> None:
         console.print(line, soft_wrap=True)  # a wide machine's lines are left to the terminal, nothing is cut
     console.print()
     for name, words in _descriptions(topology):
-        console.print(Text(f"{name:<10} ", style="bold") + Text(words), soft_wrap=True)
+        console.print(Text.assemble((f"{name:<10} ", "bold"), words), soft_wrap=True)
     shown = {"NV#" if cell.startswith("NV") else cell for row in cells for cell in row} - {"X"}
     if shown:
         console.print()
         for name, style, words in _LEGEND:
             if name in shown:
-                console.print(Text(f"{name:<10} ", style=style) + Text(words, style="dim"))
+                console.print(Text.assemble((f"{name:<10} ", style), (words, "dim")))
 
 
 def _descriptions(topology: Topology) -> list[tuple[str, str]]:
@@ -166,10 +166,10 @@ def _print_choices(console: Console, topology: Topology, max_rails: int) -> None
 
     console.print()
     for choice in _choices(topology, max_rails):
-        line = Text(f"near {choice.near:<6} ", style="bold") + Text(choice.net_devices, style="cyan")
-        console.print(line + Text(f"  {choice.why}", style="dim"), soft_wrap=True)
+        line = Text.assemble(
+            (f"near {choice.near:<6} ", "bold"), (choice.net_devices, "cyan"), (f"  {choice.why}", "dim")
+        )
+        console.print(line, soft_wrap=True)
     placed = placement_for_node(topology)
     where = f"memory and data thread on NUMA node {placed.numa}" if placed.numa is not None else "no placement"
-    console.print(
-        Text("a node      ", style="bold") + Text(where) + Text(f"  {placed.why}", style="dim"), soft_wrap=True
-    )
+    console.print(Text.assemble(("a node      ", "bold"), where, (f"  {placed.why}", "dim")), soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import time
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from ucxkv import errors
 from ucxkv.client.client import Client
-from ucxkv.client.networks import Networks
 from ucxkv.client.opening import LinkOptions
 from ucxkv.client.router import Router
 from ucxkv.dial import mapped_error
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ucxkv.client.message import MessageEngine
+    from ucxkv.client.networks import Networks
     from ucxkv.settings import AskedPath
 
 __all__ = ["Connect", "connect"]
@@ -62,13 +63,17 @@ class Connect:
                 client.on_close(engine.aclose)
             return engine
 
-        networks = Networks()
-        client.on_close(networks.aclose)
+        @functools.cache
+        def make_networks() -> Networks:
+            from ucxkv.client.networks import Networks
+
+            return Networks()
+
         options = LinkOptions(
             name=f"{socket.gethostname()}:{os.getpid()}",
             token=self._token,
             asked=self._asked,
-            networks=networks,
+            networks=make_networks,
             handler=router.on_message,
             on_lost=router.on_lost,
             engine=make_engine,

@@ -31,7 +31,6 @@ from ucxkv.transport.ucx import SAME_HOST_TRANSPORTS, Context, why_no_verbs
 if TYPE_CHECKING:
     from ucxkv.buffers import Pieces
     from ucxkv.transport.control import ControlConnection
-    from ucxkv.transport.lanes import Lane
     from ucxkv.transport.rails import RailChoice
 
 __all__ = ["MessageEngine", "MessagePath"]
@@ -108,7 +107,6 @@ class MessageEngine:
                 opened, (endpoint, *others) = await _connect_by_address(
                     welcome, connection, worker, deadline_ns, count, is_same_host=is_same_host
                 )
-            lanes = lanes_of(endpoint)
         except TransportError as exc:
             raise mapped_error(exc, welcome.name) from exc
         client = DataClient(
@@ -118,7 +116,11 @@ class MessageEngine:
             others=others,
             fragment_bytes=0 if is_same_host else TCP_FRAGMENT_BYTES,
         )
-        path = self._path(client, endpoint, opened, lanes, is_same_host=is_same_host, wants=wants)
+        try:
+            path = self._path(client, endpoint, opened, is_same_host=is_same_host, wants=wants)
+        except TransportError as exc:
+            self.close_later(client)
+            raise mapped_error(exc, welcome.name) from exc
         if others:
             path.over += f", {len(others) + 1} connections"
         connection.on_closed(lambda _: client.lost())
@@ -130,11 +132,11 @@ class MessageEngine:
         client: DataClient,
         endpoint: Endpoint,
         opened: m.DataOpened,
-        lanes: tuple[Lane, ...],
         *,
         is_same_host: bool,
         wants: PathKind | None,
     ) -> MessagePath:
+        lanes = lanes_of(endpoint)
         has_rdma = opened.has_rdma and any(lane.has_rma for lane in lanes)
         over = "shared memory" if is_same_host else "RDMA" if has_rdma else "the network"
         over = f"{over} ({lanes_text(lanes)})"

@@ -9,6 +9,7 @@ What a path other than "auto" demands is in `ucxkv.settings`; what cannot be had
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -19,14 +20,14 @@ from ucxkv import errors
 from ucxkv.client.link import NodeLink
 from ucxkv.client.mapped import MappedPath
 from ucxkv.client.results import PathKind
-from ucxkv.dial import Caller, Dialed, dial
+from ucxkv.dial import Caller, Dialed, dial, host_identity
 from ucxkv.directory import SlotTableError
 from ucxkv.protocol import messages as m
 from ucxkv.settings import PATHS
 from ucxkv.tiers.base import TierError
 from ucxkv.transport.base import PeerLost
-from ucxkv.transport.ranking import Way, way_between
-from ucxkv.whereabouts import location_of
+from ucxkv.transport.ranking import Location, Way, way_between
+from ucxkv.whereabouts import location_of, process_identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from ucxkv.settings import AskedPath
     from ucxkv.transport.control import Handler
     from ucxkv.transport.rails import RailChoice
-    from ucxkv.transport.ranking import Location
 
 __all__ = ["PATHS", "LinkOptions", "open_link", "path_for"]
 
@@ -66,7 +66,7 @@ class LinkOptions:
         name: str,
         token: str,
         asked: AskedPath,
-        networks: Networks,
+        networks: Callable[[], Networks],
         handler: Handler,
         on_lost: Callable[[NodeLink], None],
         engine: Callable[[], MessageEngine],
@@ -75,6 +75,7 @@ class LinkOptions:
         self.token = token
         self.asked = asked
         self.networks = networks
+        """Makes or returns what knows the client's devices; only called for a node that is reached over the network."""
         self.handler = handler
         self.on_lost = on_lost
         self.engine = engine
@@ -94,7 +95,8 @@ async def open_link(address: str, options: LinkOptions, deadline_ns: int) -> Nod
     except BaseException:
         opening.abort()
         raise
-    link.tell(m.ChosenPath(path.kind.value, way.words, path.why))
+    with contextlib.suppress(errors.UcxKvError):  # the connection ended just now: whoever gets the link sees that
+        link.tell(m.ChosenPath(path.kind.value, way.words, path.why))
     log.info("link.up node=%s address=%s path=%s why=%s", link.name, link.address, path.kind.value, path.why)
     return link
 
@@ -110,6 +112,7 @@ class _Opening:
         self._deadline_ns = deadline_ns
         self._asked = options.asked.path
         self._caller = Caller(role="client", name=options.name, token=options.token)
+        self._here = Location(host_identity(), process_identity())
 
     async def dial(self) -> None:
         """Connect over the network (which may be the loopback)."""
@@ -129,7 +132,7 @@ class _Opening:
     async def choose(self) -> tuple[Path, Way]:
         """The path, with its reason, and the way that it goes."""
         node = location_of(self.dialed.welcome)
-        way = way_between(self._options.networks.here, node)
+        way = way_between(self._here, node)
         why_not = "the node runs on another host"
         if self._asked in _NETWORK:
             why_not = f"{self._options.asked.by} is as to another host"
@@ -184,7 +187,8 @@ class _Opening:
         return await self._open_messages(network, f"{why_not}; {network.why}", self._deadline_ns), way
 
     async def _choose_devices(self, node: Location, why_no_verbs: str) -> tuple[RailChoice, Way]:
-        return await self._options.networks.choose(node, self.dialed.connection.local_host, why_no_verbs)
+        local_host = self.dialed.connection.local_host
+        return await self._options.networks().choose(self._here, node, local_host, why_no_verbs)
 
     async def _dial_local(self) -> Dialed:
         """The same node through its local socket: proof that it is on this host, and where descriptors can travel."""

@@ -102,6 +102,7 @@ class Router:
                 )
             return
         if not link.is_alive:
+            link.close()
             raise errors.Unavailable("the connection closed at once", node=link.name)
         self.links[link.name] = link
         self._reported[link.name] = link.welcome.members

@@ -25,10 +25,11 @@ from ucxkv.transport.sysfs import HostTree
 from ucxkv.transport.topology import read_topology
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from ucxkv.node.config import NodeConfig
-    from ucxkv.transport.rails import Rail
+    from ucxkv.transport.netlink import Network
+    from ucxkv.transport.ranking import Rail
     from ucxkv.transport.sysfs import SysTree
 
 __all__ = ["Placing"]
@@ -50,7 +51,9 @@ class Placing:
         except UsageError as exc:
             raise SetupError(f"numa = {config.numa!r}: {exc}", fix="`ucxkv topo` shows the nodes") from exc
         near = f"numa{self.placement.numa}" if self.placement.numa is not None else ""
-        self._via, self._is_foreign = _interface(config.listen)
+        addresses = interface_addresses()
+        self._addressed = addresses if tree is None else None
+        self._via, self._is_foreign = _interface(config.listen, addresses)
         self._choice = choose_rails(self._topology, near, worker=zlib.crc32(config.name.encode()), via=self._via)
         self._refused = ""
 
@@ -71,8 +74,9 @@ class Placing:
 
     def devices(self, rails: tuple[str, ...]) -> tuple[str, ...]:
         """Those rails, and the interfaces on which clients without RDMA come in; empty = UCX's own choice."""
-        interfaces = () if self._is_foreign else listening_interfaces(self._topology, self._via)
-        return (*rails, *interfaces)
+        if self._is_foreign:  # which interface clients come over is not known: UCX opens all
+            return ()
+        return (*rails, *listening_interfaces(self._topology, self._via, self._addressed))
 
     def announced(self, devices: Iterable[str]) -> list[Rail]:
         """The rails among the devices that UCX opened."""
@@ -86,7 +90,7 @@ class Placing:
         return {"numa": f"{where} ({why})", "devices": f"{self._choice.net_devices} ({self._choice.why})"}
 
 
-def _interface(listen: str) -> tuple[str, bool]:
+def _interface(listen: str, addresses: Mapping[str, tuple[Network, ...]]) -> tuple[str, bool]:
     """The one interface that an address to listen on belongs to, "" for any; whether it is none of this host's."""
     address = parse_address(listen)
     if not isinstance(address, TcpAddress) or address.host in ("0.0.0.0", "::"):
@@ -95,6 +99,5 @@ def _interface(listen: str) -> tuple[str, bool]:
         hosts = {str(info[4][0]) for info in socket.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)}
     except OSError:
         return "", True  # binding will say so
-    interfaces = interface_addresses()
-    found = {interface_of(host, interfaces) for host in hosts}
+    found = {interface_of(host, addresses) for host in hosts}
     return (found.pop(), False) if len(found) == 1 and "" not in found else ("", True)

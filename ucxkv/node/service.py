@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ucxkv.node.placing import Placing
     from ucxkv.node.store import HostStore
     from ucxkv.transport.memory import MemoryRegion
-    from ucxkv.transport.rails import Rail
+    from ucxkv.transport.ranking import Rail
     from ucxkv.transport.service import DataService
     from ucxkv.transport.ucx import Context
 

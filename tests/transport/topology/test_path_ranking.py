@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from tests.transport.topology import recorded
-from ucxkv.transport.rails import Rail
+from ucxkv.transport.rails import locate
 from ucxkv.transport.ranking import (
     Location,
+    Rail,
     Source,
     TierKind,
     Way,
-    locate,
     network_way,
     rank_sources,
     way_between,

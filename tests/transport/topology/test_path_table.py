@@ -15,8 +15,8 @@ from ucxkv.client.networks import choose_network
 from ucxkv.client.opening import path_for
 from ucxkv.client.results import PathKind
 from ucxkv.transport.netlink import Network
-from ucxkv.transport.rails import RailChoice, choose_rails, rail_numbers
-from ucxkv.transport.ranking import Location, Way, locate, network_way, way_between
+from ucxkv.transport.rails import RailChoice, choose_rails, locate, rail_numbers
+from ucxkv.transport.ranking import Location, Way, network_way, way_between
 from ucxkv.transport.topology import Topology
 
 LETTERS = {

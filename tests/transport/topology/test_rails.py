@@ -11,7 +11,8 @@ from tests.transport.topology import recorded
 from ucxkv.transport.base import UsageError
 from ucxkv.transport.devices import PciPlace
 from ucxkv.transport.netlink import Network
-from ucxkv.transport.rails import Rail, choose_rails, listening_interfaces, rail_numbers
+from ucxkv.transport.rails import choose_rails, listening_interfaces, rail_numbers
+from ucxkv.transport.ranking import Rail
 from ucxkv.transport.topology import Distance, read_topology
 
 COMPUTE = ["mlx5_0", "mlx5_3", "mlx5_4", "mlx5_5", "mlx5_6", "mlx5_9", "mlx5_10", "mlx5_11"]
@@ -197,5 +198,7 @@ def test_a_node_serves_over_the_interface_of_its_address_or_over_all_that_are_up
     assert listening_interfaces(recorded.machine("laptop"), "enp58s0") == ("enp58s0",)
     assert listening_interfaces(recorded.machine("laptop"), "") == ("lo", "wlp0s20f3")
     assert listening_interfaces(recorded.machine("container"), "") == ("lo", "eth0")
+    assert listening_interfaces(recorded.machine("dual_socket"), "", ["eno8303"]) == ("lo", "eno8303")
+    assert listening_interfaces(recorded.machine("dual_socket"), "", []) == ()
     down = replace(recorded.machine("container"), interfaces=())
     assert listening_interfaces(down, "") == ()
