@@ -47,6 +47,11 @@ static void send_in(unsigned id, const void *header, size_t header_length, uint8
         copy[fuzz_below(header_length)] ^= (uint8_t)(1 + fuzz_u8());
         if (fuzz_u8() < 64) header_length -= 1 + fuzz_below(header_length);
     }
+    kv_data d;
+    if (id == KV_AM_DATA && kv_parse_data(copy, header_length, length, &d)) {
+        a_request *r = request_of(d.request);
+        if (r != NULL && d.index < r->n) r->delivered[d.index] += length;
+    }
     double_deliver(id, copy, header_length, payload, length, flags & 1, 0);
 }
 
@@ -69,7 +74,6 @@ static void event_data(void) {
     for (uint64_t i = 0; i < length; i++) payload[i] = byte_of(id, index, d.at + i) ^ (uint8_t)(flags >> 6 & 1);
     free(whole);
     if (next != NULL && d.at == *next) *next = *next + length >= expected ? 0 : *next + length;
-    if (r != NULL && index < r->n) r->delivered[index] += length;
     send_in(KV_AM_DATA, &d, sizeof d, payload, length, flags);
 }
 
