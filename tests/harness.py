@@ -89,8 +89,14 @@ class NodeProcess:
         os.kill(self.pid, signal.SIGUSR1)
 
     def freeze(self) -> None:
-        """SIGSTOP: nothing of it runs, and nobody is told."""
+        """SIGSTOP: nothing of it runs when this returns, and nobody is told."""
         os.kill(self.pid, signal.SIGSTOP)
+        while not all(state == "T" for state in self._thread_states()):
+            time.sleep(0.001)
+
+    def _thread_states(self) -> list[str]:
+        stats = Path(f"/proc/{self.pid}/task").glob("*/stat")
+        return [stat.read_text().rpartition(")")[2].split()[0] for stat in stats]
 
     def thaw(self) -> None:
         """SIGCONT."""

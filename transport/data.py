@@ -131,7 +131,7 @@ class DataClient(Requests):
         status, stored, generation = np.empty(n, np.uint8), np.zeros(n, "<u8"), np.zeros(n, "<u8")
         status.fill(UNAVAILABLE)
         ffi = self._ffi
-        memh = region.handle if region is not None else ffi.NULL
+        memh = region.native() if region is not None else ffi.NULL
         view = ffi.from_buffer("uint8_t[]", keys)
 
         def start(request_id: int, low: int, high: int, spin_ns: int) -> int:
@@ -258,7 +258,7 @@ class DataClient(Requests):
         if self._dirty and not await self._wait_for_dirty(extents, deadline_ns):
             return status
         ffi = self._ffi
-        memh = region.handle if region is not None else ffi.NULL
+        memh = region.native() if region is not None else ffi.NULL
         p_where, p_at = ffi.from_buffer("uint16_t[]", where), ffi.from_buffer("uint64_t[]", at)
 
         def start(request_id: int, low: int, high: int, spin_ns: int) -> int:

@@ -129,7 +129,7 @@ class Endpoint:
         pieces = self._ffi.new("kv_iov[]", max(1, len(views)))
         for piece, view in zip(pieces, views, strict=False):
             piece.addr, piece.len = int(self._ffi.cast("uintptr_t", view)), len(view)
-        memh = region.handle if region is not None else self._ffi.NULL
+        memh = region.native() if region is not None else self._ffi.NULL
         worker = self.worker
         op_id = worker.next_id()
         status = self._lib.kv_message_send(
@@ -211,7 +211,7 @@ class Endpoint:
             raise Closed("this remote key is destroyed")
         arrays = [np.ascontiguousarray(a, dtype="<u8") for a in (local, length, remote)]
         pointers = [self._ffi.from_buffer("uint64_t[]", a) for a in arrays]
-        memh = region.handle if region is not None else self._ffi.NULL
+        memh = region.native() if region is not None else self._ffi.NULL
         worker = self.worker
         op_id = worker.next_id()
         status = self._lib.kv_transfer(

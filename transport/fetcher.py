@@ -23,6 +23,7 @@ class Fetcher:
         """Of requests that were let go with something in flight: what their memory belongs to."""
         worker.quiet_handler = self._quiet
         worker.closers.append(self._close)
+        worker.keepers.append(self.kept.values)
 
     def _quiet(self, request_id: int) -> None:
         self.kept.pop(request_id, None)

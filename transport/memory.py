@@ -1,13 +1,14 @@
 """Registered memory and the keys by which peers reach it.
 
 A region pins its buffer (the object that owns the memory) until it is closed. A remote key belongs to one endpoint
-and is destroyed before it.
+and is destroyed before it. Both may be closed under an operation: nothing new is started with them, and UCX loses them
+when the last operation that uses them is complete, since it reads both until then.
 """
 
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import library
 from .base import Closed, UsageError
@@ -69,10 +70,11 @@ class MemoryRegion:
     @property
     def view(self) -> memoryview:
         """The memory itself, writable; dead once the region is closed when UCX allocated it."""
-        self._native()
+        self.native()
         return memoryview(self._ffi.buffer(self._ffi.cast("char *", self.address), self.length_bytes)).cast("B")
 
-    def _native(self) -> object:
+    def native(self) -> Any:
+        """The native handle, for operations on this memory. Raises Closed."""
         if self.handle is None:
             raise Closed("this memory region is closed")
         return self.handle
@@ -80,7 +82,7 @@ class MemoryRegion:
     def pack_key(self) -> bytes:
         """The remote key, packed for the wire."""
         room = self._ffi.new("char[]", _KEY_BYTES)
-        length = self._lib.kv_rkey_pack(self._context.handle, self._native(), room, _KEY_BYTES)
+        length = self._lib.kv_rkey_pack(self._context.handle, self.native(), room, _KEY_BYTES)
         if length < 0:
             raise error_from_status(length, "packing a remote key")
         if length > _KEY_BYTES:
@@ -88,10 +90,17 @@ class MemoryRegion:
         return bytes(self._ffi.buffer(room, length))
 
     def close(self) -> None:
-        """Deregister; no operation may be in flight on it. Idempotent."""
+        """Deregister; once the operations in flight on it are complete. Idempotent."""
         if self.handle is None or self._context.guard.is_forked:
             return
         handle, self.handle = self.handle, None
+        self._end(handle)
+
+    def _end(self, handle: Any) -> None:
+        for worker in self._context.workers:
+            if worker.keeps(self):
+                worker.once_let_go(self, lambda: self._end(handle), before_end=False)
+                return
         self._lib.kv_memory_unmap(self._context.handle, handle)
         self._context.release()
         self._keep = None
@@ -127,9 +136,13 @@ class RemoteKey:
         return int(out[0])
 
     def close(self) -> None:
-        """Destroy the key; pointers got from it are dead. Idempotent."""
+        """Destroy the key, once the operations that use it are complete; pointers got from it are dead. Idempotent."""
         if self.handle is None:
             return
         handle, self.handle = self.handle, None
-        self._lib.kv_rkey_destroy(handle)
         self._endpoint.keys.discard(self)
+        worker = self._endpoint.worker
+        if worker.keeps(self):
+            worker.once_let_go(self, lambda: self._lib.kv_rkey_destroy(handle), before_end=True)
+        else:
+            self._lib.kv_rkey_destroy(handle)

@@ -53,7 +53,7 @@ class RemoteReader:
         ffi, lib = endpoint.binding
         arrays = [np.ascontiguousarray(a, "<u8") for a in (local, length, offsets + np.uint64(self._base))]
         pointers = [ffi.from_buffer("uint64_t[]", a) for a in arrays]
-        memh = ffi.NULL if region is None else region.handle
+        memh = ffi.NULL if region is None else region.native()
         op_id = worker.next_id()
         native, key = endpoint.native(), self._key.handle
         status = lib.kv_transfer(native, False, len(local), *pointers, key, memh, op_id, worker.inline_wait_ns)

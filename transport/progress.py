@@ -18,7 +18,7 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,6 +51,7 @@ _TICK_S = 1.0
 _TURN_NS = 200_000
 _TURN_IDLE_NS = 5_000
 _ADDRESS_BYTES = 16384
+_LAST_NS = 20_000_000
 
 
 class ReceivedMessage:
@@ -112,6 +113,7 @@ class Worker:
             context.release()
             raise error_from_status(status, "creating a UCX worker")
         self.handle = out[0]
+        context.workers.add(self)
         ring = self._ffi.buffer(self._lib.kv_ring(self.handle), ring_records * RECORD_DTYPE.itemsize)
         self.ring = np.frombuffer(ring, dtype=RECORD_DTYPE)
         """The completion ring itself, read-only by convention."""
@@ -129,6 +131,9 @@ class Worker:
         """What the data client keeps per worker."""
         self.closers: list[Callable[[], None]] = []
         """Called once the native worker is destroyed."""
+        self.keepers: list[Callable[[], Iterable[object]]] = []
+        """What else is kept for UCX, besides what the operations here keep."""
+        self._until_let_go: list[tuple[object, Callable[[], None], bool]] = []
         fd = self._ffi.new("int *")
         status = self._lib.kv_worker_fd(self.handle, fd)
         if status != 0:
@@ -255,6 +260,29 @@ class Worker:
         if operation is not None:
             operation.future.cancel()
 
+    # ---- registrations and keys that are closed under an operation
+
+    def keeps(self, thing: object) -> bool:
+        """Whether an operation that UCX has not completed uses this registration or remote key."""
+        kept = [operation.keep for operation in self._operations.values()]
+        for more in self.keepers:
+            kept += more()
+        return any(thing is part for parts in kept if isinstance(parts, tuple) for part in parts)
+
+    def once_let_go(self, thing: object, release: Callable[[], None], *, before_end: bool) -> None:
+        """Call `release` when no operation uses `thing` any more; at the latest at the worker's end, just before or
+        after it.
+        """
+        self._until_let_go.append((thing, release, before_end))
+
+    def _let_go(self) -> None:
+        waiting, self._until_let_go = self._until_let_go, []
+        for thing, release, before_end in waiting:
+            if self.keeps(thing):
+                self._until_let_go.append((thing, release, before_end))
+            else:
+                release()
+
     # ---- progress
 
     def kick(self) -> None:
@@ -304,6 +332,8 @@ class Worker:
         lib.kv_ring_release(self.handle, count)
         for record in records:
             self._dispatch(*record)
+        if self._until_let_go:
+            self._let_go()
         return True
 
     def _dispatch(
@@ -361,24 +391,40 @@ class Worker:
             self.abort()
 
     def abort(self, reason: TransportError | None = None) -> None:
-        """Destroy the worker at once; nothing of it touches memory afterwards. Idempotent."""
+        """Destroy the worker at once, 20 ms for what ends by itself; nothing of it touches memory afterwards.
+
+        Idempotent.
+        """
         if self.handle is None:
             return
         if self._guard.is_forked:
             self.handle = None
             return
+        until = time.monotonic_ns() + _LAST_NS
+        while self.handle is not None and self.inflight_count and time.monotonic_ns() < until:
+            self.progress()  # a read over CMA that has not begun makes UCX (1.21) abort the process below
+        if self.handle is None:
+            return
         for endpoint in list(self.endpoints.values()):
             endpoint._dead(reason or Closed("the UCX worker is closed"))
+        late, self._until_let_go = self._until_let_go, []
+        for _, release, before_end in late:
+            if before_end:
+                release()
         self._loop.remove_reader(self._fd)
         if self._tick is not None:
             self._tick.cancel()
         handle, self.handle = self.handle, None
         self.ring = np.empty(0, dtype=RECORD_DTYPE)
         self._lib.kv_worker_close(handle)
+        self.context.workers.discard(self)
         self.context.release()
         for closer in self.closers:
             closer()
         operations, self._operations = self._operations, {}
+        for _, release, before_end in late:
+            if not before_end:
+                release()
         for operation in operations.values():
             if not operation.future.done():
                 operation.future.set_exception(reason or Closed(f"{operation.what}: the UCX worker was closed"))

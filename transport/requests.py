@@ -105,7 +105,7 @@ class Requests:
                     code = start(request_id, low, high, spin_ns)
                     if code < 0:
                         raise error_from_status(code, what)
-                    future = self._worker.register(request_id, None, what) if code else None
+                    future = self._worker.register(request_id, keep, what) if code else None
                     flying.append(Chunk(request_id, low, high, future))
                     low = high
                 chunk = flying[0]

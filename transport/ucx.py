@@ -10,13 +10,16 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import library
 from .base import Closed, ForkGuard, PeerLost, SetupFailed, TransportError, UcxError, UsageError
 from .lanes import Lane, read_lanes
 from .sysfs import HostTree
 from .topology import read_topology
+
+if TYPE_CHECKING:
+    from .progress import Worker
 
 __all__ = [
     "DEFAULT_SETTINGS",
@@ -129,6 +132,8 @@ class Context:
         self.settings: Mapping[str, str] = wanted
         self.users_count = 0
         """Workers and memory regions that still use this context."""
+        self.workers: set[Worker] = set()
+        """Those of its workers that are driven from Python; they know which registrations are in use."""
 
     def _opens_one_of(self, devices: Sequence[str], wanted: Mapping[str, str], is_shared: bool) -> bool:
         try:

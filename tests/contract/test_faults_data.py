@@ -15,7 +15,7 @@ import pytest
 
 from tests.transport.harness import POISON, one_piece_each, read, said
 from tests.transport.native import ROOT, keys_of, pattern
-from ucxkv.transport.base import deadline_after
+from ucxkv.transport.base import Closed, TransportError, deadline_after
 from ucxkv.transport.data import WriteStatus
 from ucxkv.transport.memory import MemoryRegion
 
@@ -206,3 +206,84 @@ async def test_a_small_write_after_an_abandoned_large_one_is_not_overwritten_by_
         for _ in range(3):
             assert await client.node.call("peek", offset=0, length=1000) == small.tobytes().hex(), turns
             await client.worker.drain(deadline_after(1))
+
+
+async def test_a_registration_closed_under_transfers_is_let_go_when_they_are_over(client):
+    """Goal: memory region and remote key closed under a transfer. Method: a get, a read, a message and a write of 8 MiB
+    each, in one registered buffer; both closed after 0, 1, 2, ... turns of the loop; every call ends, in time, in its
+    result or a typed error; the context has the region until then and not longer; nothing is written afterwards.
+    """
+    size, soon, zero = 8 << 20, deadline_after(60), np.zeros(1, "<u2")
+    await client.node.call("publish", first=0, offsets=[0], length=size)
+    await client.node.call("grant", token=client.token, offsets=[32 << 20], capacity=size)
+    client.worker.inline_wait_ns = 0
+    was_pending = False
+    for turns in (0, 1, 2, 3, 5, 9):
+        buffer = np.full(4 * size, POISON, np.uint8)
+        parts = [buffer[i * size : (i + 1) * size] for i in range(4)]
+        before = client.context.users_count
+        region, key = MemoryRegion.register(client.context, buffer), client.endpoint.unpack_key(client.key)
+        tasks = [
+            asyncio.create_task(call)
+            for call in (
+                client.endpoint.get(parts[0], client.base, key, region=region, deadline_ns=soon),
+                client.data.read(keys_of([0]), *one_piece_each(parts[1], size, 1), region=region, deadline_ns=soon),
+                client.endpoint.send(31, b"", parts[2], region=region, deadline_ns=soon),
+                client.data.write(
+                    zero, np.array([32 << 20], "<u8"), *one_piece_each(parts[3], size, 1), region=region,
+                    deadline_ns=soon,
+                ),
+            )
+        ]  # fmt: skip
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        region.close()
+        key.close()
+        assert region.handle is None and key.handle is None
+        was_pending |= client.context.users_count == before + 1
+        with pytest.raises(Closed):
+            await client.endpoint.get(parts[0], client.base, key, region=region)
+        got, done, sent, written = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        assert all(isinstance(end, TransportError) or not isinstance(end, BaseException) for end in (got, done, sent))
+        if turns:  # else they began with a closed region, and were refused
+            assert got is None and sent is None and done[0].tolist() == [HIT]
+            assert (parts[0] == pattern(0, size)).all() and (parts[1] == pattern(0, size)).all()
+            assert written.tolist() == [WriteStatus.WRITTEN]
+        await client.worker.drain(deadline_after(20))
+        client.worker.progress()
+        assert client.context.users_count == before, "the region is never let go"
+        buffer[:] = POISON
+        for _ in range(5):
+            client.worker.progress()
+            await asyncio.sleep(0.005)
+        assert (buffer == POISON).all()
+    assert was_pending, "deregistered under a transfer"
+
+
+async def test_a_region_closed_under_a_cancelled_transfer_outlives_it(client):
+    """Method: gets cancelled at several turns, region and key closed at once, the worker closed under the last one."""
+    size = 8 << 20
+    await client.node.call("publish", first=0, offsets=[0], length=size)
+    client.worker.inline_wait_ns = 0
+    for turns in (0, 1, 2, 4):
+        before = client.context.users_count
+        region = MemoryRegion.register(client.context, np.full(size, POISON, np.uint8))
+        key = client.endpoint.unpack_key(client.key)
+        task = asyncio.create_task(client.endpoint.get(region.view, client.base, key, region=region))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        region.close()
+        key.close()
+        assert await client.worker.drain(deadline_after(20))
+        client.worker.progress()
+        assert client.context.users_count == before and client.worker.owned_count == 0
+    region = MemoryRegion.register(client.context, np.full(size, POISON, np.uint8))
+    key = client.endpoint.unpack_key(client.key)
+    task = asyncio.create_task(client.endpoint.get(region.view, client.base, key, region=region))
+    await asyncio.sleep(0)
+    region.close()
+    client.worker.abort()
+    await asyncio.wait([task])
+    assert client.context.users_count == 0

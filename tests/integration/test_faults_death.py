@@ -17,7 +17,10 @@ from tests.conftest import blocks, keys
 from tests.harness import NodeProcess, open_files, wait_until
 from ucxkv import PutStatus, ReadStatus
 
-PATHS = ["mapped", "message", "network"]
+PATHS = ["mapped", "message", "network", "rma"]
+POISON = 0xAB
+
+pytestmark = pytest.mark.faults
 
 
 def _tasks() -> int:
@@ -74,7 +77,7 @@ async def test_a_node_killed_under_a_transfer_gives_no_wrong_byte(path: str, whe
             assert (await kv.get_many(k, into)).hits == 0
 
 
-@pytest.mark.parametrize("path", ["message", "network"])
+@pytest.mark.parametrize("path", ["message", "network", "rma"])
 async def test_a_stopped_node_ends_reads_by_message_at_the_deadline(path: str) -> None:
     """User voice 2. Method: SIGSTOP, a get that has no answer to come, SIGKILL; no task is left."""
     with NodeProcess() as node:
@@ -176,14 +179,89 @@ async def test_a_client_finds_a_restarted_node_by_itself(path: str) -> None:
         node.kill()
 
 
-async def test_a_graceful_stop_under_load_ends_every_call() -> None:
-    """Goal: SIGTERM is exit code 0 and no call hangs. Method: stop while four clients put and get."""
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_thousand_pending_operations_end_when_their_node_is_killed(path: str) -> None:
+    """User voices 1, 2. Method: 1,000 gets, look-ups and puts wait for a stopped node, which is killed: each ends in
+    its status, long before its deadline; no buffer changes afterwards; a new node on the port is used; nothing is left.
+    """
+    node = NodeProcess()
+    files = open_files()
+    try:
+        kv = await ucxkv.connect(node.address, path=path, timeout_s=60)
+        k, b = keys(32), blocks(32, 40_000)
+        assert (await kv.put_many(k, b)).ok
+        node.freeze()
+        into = np.full((600, 40_000), POISON, np.uint8)
+        gets = [asyncio.create_task(kv.get_many([k[i % 32]], into[i : i + 1])) for i in range(600)]
+        asks = [asyncio.create_task(kv.exists(k[i % 32])) for i in range(200)]
+        puts = [asyncio.create_task(kv.put(key, b[0])) for key in keys(200)]
+        await asyncio.sleep(0.2)
+        assert not all(task.done() for task in puts)
+        node.kill()
+        got = await asyncio.wait_for(asyncio.gather(*gets), 30)
+        hit = np.array([result.status[0] == ReadStatus.HIT for result in got])
+        assert path == "mapped" or not hit.any()  # which asks nobody
+        assert {int(result.status[0]) for result in got} <= {ReadStatus.HIT, ReadStatus.UNAVAILABLE}
+        for i in np.flatnonzero(hit).tolist():
+            assert (into[i] == b[i % 32]).all()
+        await asyncio.wait_for(asyncio.gather(*asks), 30)
+        ends = await asyncio.wait_for(asyncio.gather(*puts), 30)
+        assert set(ends) <= {PutStatus.UNAVAILABLE, PutStatus.NO_SPACE}
+        await wait_until(lambda: not kv.peers()[0].alive, "the death is seen")
+        after = into.copy()
+        assert (into[~hit] == POISON).all()
+        node = await asyncio.to_thread(NodeProcess, listen=node.address)
+        await wait_until(lambda: kv.peers()[0].alive, "the client is back", 20)
+        assert (await kv.put_many(k, b)).ok
+        fresh = np.zeros_like(b)
+        assert (await kv.get_many(k, fresh)).hits == 32 and (fresh == b).all()
+        assert (into == after).all(), "a buffer was written after its call had ended"
+        await kv.aclose()
+        assert _tasks() == 1
+        await wait_until(lambda: open_files() <= files + 2, "descriptors of the client")
+    finally:
+        node.kill()
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_client_that_leaves_a_hung_node_with_a_thousand_operations_pending_is_not_held(path: str) -> None:
+    """Method: the same against a node that stays stopped, short deadlines, then aclose; each call has its status, the
+    buffers are left alone also when the node wakes, the node gets everything back.
+    """
+    with NodeProcess() as node:
+        files = open_files()
+        kv = await ucxkv.connect(node.address, path=path)
+        k, b = keys(32), blocks(32, 40_000)
+        assert (await kv.put_many(k, b)).ok
+        node.freeze()
+        into = np.full((600, 40_000), POISON, np.uint8)
+        gets = [kv.get_many([k[i % 32]], into[i : i + 1], deadline_s=1) for i in range(600)]
+        asks = [kv.exists_many([k[i % 32]], deadline_s=1) for i in range(200)]
+        puts = [kv.put(key, b[0], deadline_s=1) for key in keys(200)]
+        ends = await asyncio.wait_for(asyncio.gather(*gets, *asks, *puts), 30)
+        assert {int(end.status[0]) for end in ends[:600]} <= {ReadStatus.HIT, ReadStatus.UNAVAILABLE}
+        assert set(ends[800:]) <= {PutStatus.UNAVAILABLE, PutStatus.NO_SPACE}
+        after = into.copy()
+        await asyncio.wait_for(kv.aclose(), 30)
+        assert _tasks() == 1
+        node.thaw()
+        async with ucxkv.connect(node.address) as other:
+            for name in ("granted_bytes", "quarantined_bytes", "leases", "message_sessions", "message_grants"):
+                await wait_until(lambda name=name: _number_is(other, name, 0), f"{name} is 0")
+            await wait_until(lambda: _number_is(other, "connections", 1), "its connection is gone")
+        assert (into == after).all(), "a buffer was written after its call had ended"
+        await wait_until(lambda: open_files() <= files + 2, "descriptors of the client")
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_graceful_stop_under_load_ends_every_call(path: str) -> None:
+    """Goal: SIGTERM is exit code 0 and no call hangs. Method: stop while four clients put and get all the time."""
     with NodeProcess(host_bytes="128MiB") as node:
-        stopped = asyncio.Event()
+        stopped, is_busy = asyncio.Event(), asyncio.Semaphore(0)
 
         async def work() -> int:
             calls = 0
-            async with ucxkv.connect(node.address, timeout_s=3) as kv:
+            async with ucxkv.connect(node.address, path=path, timeout_s=3) as kv:
                 while not stopped.is_set() or calls < 5:
                     k, b = keys(8), blocks(8, 100_000)
                     put = await kv.put_many(k, b)
@@ -193,11 +271,13 @@ async def test_a_graceful_stop_under_load_ends_every_call() -> None:
                     hit = got.status == ReadStatus.HIT
                     assert (into[hit] == b[hit]).all()
                     calls += 1
+                    is_busy.release()
                     await asyncio.sleep(0)
             return calls
 
         workers = [asyncio.create_task(work()) for _ in range(4)]
-        await asyncio.sleep(0.3)
+        for _ in range(12):
+            await asyncio.wait_for(is_busy.acquire(), 60)
         assert await asyncio.to_thread(node.stop) == 0
         stopped.set()
         assert min(await asyncio.gather(*workers)) >= 5
