@@ -7,7 +7,7 @@ Promises
     was reused under the read; the caller asks again. The destination's content is undefined for anything but HIT.
   - After a read returned or raised (cancelled too) its destinations are not touched any more (see requests.py).
   - After a write returned or raised its sources are only read, never written, and stay referenced (`keep`) until UCX is
-    done with them; its extents accept no further write of this client before that.
+    done with them; its extents accept no further write of this client before what was sent has arrived.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ _CHUNK_KEYS = 1024
 _CHUNKS_IN_FLIGHT = 2  # about 4 MiB: more falls out of the cache
 _QUIET_NS = 1_000_000_000
 _DIRTY_S = 0.0005
+_DIRTY_MAX = 4096
+_ANY_KEY = bytes(range(16))
 
 
 class WriteStatus(enum.IntEnum):
@@ -91,6 +93,7 @@ class DataClient(Requests):
         self._fragment = fragment_bytes
         self._is_checked = is_checked
         self._dirty: dict[tuple[int, int], int] = {}
+        """Extents of abandoned writes, with the request: its fragments may still be on their way."""
 
     def counters(self) -> dict[str, int]:
         """Of this worker's data clients together: requests held, messages that came too late, sums that differed,
@@ -208,6 +211,9 @@ class DataClient(Requests):
 
     async def lookup(self, keys: bytes, *, deadline_ns: int | None = None) -> NDArray[Any]:
         """Where the keys are: FOUND_DTYPE[n], with status HIT or MISS (UNAVAILABLE for those without an answer)."""
+        return await self._lookup_over(self._endpoint, keys, deadline_ns)
+
+    async def _lookup_over(self, endpoint: Endpoint, keys: bytes, deadline_ns: int | None) -> NDArray[Any]:
         n = _keys_count(keys)
         found = np.zeros(n, FOUND_DTYPE)
         found["status"] = UNAVAILABLE
@@ -218,7 +224,7 @@ class DataClient(Requests):
             return int(
                 self._lib.kv_fetch_lookup(
                     self._fetcher.handle,
-                    self._endpoint.native(),
+                    endpoint.native(),
                     self._session,
                     request_id,
                     high - low,
@@ -255,7 +261,7 @@ class DataClient(Requests):
         extents = list(zip(where.tolist(), at.tolist(), strict=True))
         status = np.empty(n, np.uint8)
         status.fill(UNAVAILABLE)
-        if self._dirty and not await self._wait_for_dirty(extents, deadline_ns):
+        if self._dirty and not await self._clean(extents, deadline_ns):
             return status
         ffi = self._ffi
         memh = region.native() if region is not None else ffi.NULL
@@ -324,7 +330,7 @@ class DataClient(Requests):
         async def write_later(
             region: int, offset: int, address: int, nbytes: int, keep: object, deadline_ns: int
         ) -> bool:
-            if not await self._wait_for_dirty([(region, offset)], deadline_ns):
+            if not await self._clean([(region, offset)], deadline_ns):
                 return False
             done = write_one(region, offset, address, nbytes, keep, deadline_ns)
             return done if isinstance(done, bool) else await done
@@ -343,16 +349,35 @@ class DataClient(Requests):
         await self._run("write", 0, None, None, outs, keep, deadline_ns, let_go, deque((chunk,)))
         return bool(status[0] == WriteStatus.WRITTEN)
 
-    async def _wait_for_dirty(self, extents: list[tuple[int, int]], deadline_ns: int | None) -> bool:
-        """Wait until no abandoned write to these extents is in flight; False: the node or the time is gone first."""
-        while True:
-            self._dirty = {extent: i for extent, i in self._dirty.items() if i in self._fetcher.kept}
-            if self._dirty.keys().isdisjoint(extents):
-                return True
+    async def _clean(self, extents: list[tuple[int, int]], deadline_ns: int | None) -> bool:
+        """Wait until no abandoned write can reach these extents any more; False: the node or the time is gone first.
+
+        UCX is done with a message when the kernel has it. That the node has it too shows in the answer to a look-up
+        sent after it on the same connection; there are several, and one may lag behind the others.
+        """
+        kept = self._fetcher.kept
+        if len(self._dirty) > _DIRTY_MAX and not await self._fence(deadline_ns):
+            return False
+        while not self._dirty.keys().isdisjoint(extents):
             if self.error is not None or (deadline_ns is not None and time.monotonic_ns() >= deadline_ns):
                 return False
-            self._worker.progress()
-            await asyncio.sleep(_DIRTY_S)
+            if any(self._dirty.get(extent) in kept for extent in extents):
+                self._worker.progress()
+                await asyncio.sleep(_DIRTY_S)
+            elif not await self._fence(deadline_ns):
+                return False
+        return True
+
+    async def _fence(self, deadline_ns: int | None) -> bool:
+        """Have everything that UCX has sent dealt with by the node; False: it does not answer."""
+        sent = {
+            extent: request_id for extent, request_id in self._dirty.items() if request_id not in self._fetcher.kept
+        }
+        asked = [self._lookup_over(each, _ANY_KEY, deadline_ns) for each in (self._endpoint, *self._others)]
+        if any(answer["status"][0] == UNAVAILABLE for answer in await asyncio.gather(*asked)):
+            return False
+        self._dirty = {extent: i for extent, i in self._dirty.items() if sent.get(extent) != i}
+        return True
 
 
 def _keys_count(keys: bytes) -> int:

@@ -152,8 +152,8 @@ class Requests:
             in_flight, receives = self._take(chunk, outs)
             if in_flight:
                 self._fetcher.kept[chunk.request_id] = keep
-                if let_go is not None:
-                    let_go(chunk.request_id, chunk.low, chunk.high)
+            if let_go is not None:
+                let_go(chunk.request_id, chunk.low, chunk.high)
             if receives:
                 receiving.append(chunk.request_id)
         if not receiving:
@@ -191,10 +191,11 @@ class Requests:
         if self.error is not None:
             return
         self.error = reason or PeerLost("the node is gone")
-        handle = self._endpoint.handle_or_none
-        if handle is not None and self._worker.is_open and self._fetcher.handle is not None:
-            self._lib.kv_fetch_endpoint_gone(self._fetcher.handle, handle)
-            self._worker.kick()
+        for each in (self._endpoint, *self._others):
+            handle = each.handle_or_none
+            if handle is not None and self._worker.is_open and self._fetcher.handle is not None:
+                self._lib.kv_fetch_endpoint_gone(self._fetcher.handle, handle)
+                self._worker.kick()
 
     async def aclose(self, *, deadline_ns: int | None = None) -> None:
         """End every request (UNAVAILABLE) and close the endpoint. Idempotent."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import re
 import socket
 import subprocess
@@ -27,7 +28,7 @@ from tests.hosts import Hosts, in_host, why_not
 from ucxkv import PutStatus, ReadStatus
 from ucxkv.transport.data import TCP_FRAGMENT_BYTES
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.faults]
 
 MIB = 1 << 20
 POISON = 0xAB
@@ -318,6 +319,34 @@ asyncio.run(main())
 
 
 # ---- slowness and loss
+
+
+@in_host("b")
+async def test_fragments_of_a_put_that_was_given_up_never_land_in_the_next_one(hosts: Hosts) -> None:
+    """Several connections carry blocks, each at its own pace. Method: 10 % of the packets lost, so that connections lag
+    behind each other; puts of four blocks given up after a random time, which gives their extents back; at once a put
+    of one block, which gets one of them and goes over one connection; every block is proved.
+    """
+    rng = random.Random(11)
+    with hosts.node("a", host_bytes="128MiB") as node:
+        async with ucxkv.connect(node.address, timeout_s=60) as kv, clean(node, kv):
+            assert "connections" in kv.peers()[0].why, kv.peers()
+            kept: dict[bytes, np.ndarray] = {}
+            hosts.lose("b", "a", 10)
+            for round_ in range(150):
+                doomed = asyncio.create_task(kv.put_many(keys(4), np.full((4, 190_000), 0xEE, np.uint8)))
+                await asyncio.sleep(rng.random() * 0.004)
+                doomed.cancel()
+                await asyncio.gather(doomed, return_exceptions=True)
+                (key,), (block,) = keys(1), blocks(1, 190_000, round_)
+                assert await kv.put(key, block) is PutStatus.STORED
+                kept[key] = block
+            hosts.heal()
+            into = np.full((len(kept), 190_000), POISON, np.uint8)
+            got = await kv.get_many(list(kept), into)
+            counts = kv.stats()
+            assert counts["stale"] == counts["corrupt"] == 0, f"spoilt by a put that was given up: {counts}"
+            assert got.hits == len(kept) and (into == np.stack(list(kept.values()))).all()
 
 
 @in_host("b")
