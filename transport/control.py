@@ -5,6 +5,7 @@ Promises
     the asker was cancelled (its late reply is dropped and counted).
   - `closed` is set, and every pending request fails, in the same loop turn in which the end of the stream arrives.
   - File descriptors that arrive are owned by the message they came with and closed unless somebody takes them.
+  - What a peer said before it closed is handled, also when it did not wait for its answers.
   - Bounded: frame size, bytes waiting to be sent, pending requests. A peer that does not read is disconnected (or, on
     the serving side, no longer read from), never buffered for.
   - Nothing is written or read by another process than the one that opened the connection (fork guard).
@@ -29,6 +30,7 @@ from .base import Closed, DeadlineExceeded, ForkGuard, PeerLost, ProtocolError, 
 from .frames import FLAG_REPLY, HEADER, HEADER_BYTES, MAX_FDS, MAX_FRAME_BYTES, FrameDecoder, Payload
 from .inline import InlineWait
 from .message import Message, PeerCredentials, close_all, credentials_of, describe_peer, local_host
+from .sweeping import DeadlineSweep
 
 __all__ = ["ControlConnection", "Handler", "Message", "PeerCredentials"]
 
@@ -89,8 +91,8 @@ class ControlConnection:
         self._unsent: deque[_Unsent] = deque()
         self._unsent_bytes = 0
         self._drained: asyncio.Future[None] | None = None
-        self._sweep: asyncio.TimerHandle | None = None
-        self._sweep_at_ns = 0
+        self._deadlines = DeadlineSweep(self._pending, lambda: f"no answer from {self.peer_text} within the deadline")
+        self._has_left = False  # the peer reads no more; what it said before that is still to be read
         self._inline = InlineWait(self._fd, inline_wait_us)
         self._is_open = True
         self._is_reading = True
@@ -210,7 +212,7 @@ class ControlConnection:
         self._pending[request_id] = (future, deadline_ns)
         future.add_done_callback(lambda _: self._pending.pop(request_id, None))
         if deadline_ns is not None:
-            self._arm_sweep(deadline_ns)
+            self._deadlines.arm(deadline_ns)
         return future
 
     def discard(self, future: asyncio.Future[Message]) -> None:
@@ -255,6 +257,8 @@ class ControlConnection:
         self._guard.check()
         if not self._is_open:
             raise self._gone()
+        if self._has_left:
+            return
         if isinstance(payload, (bytes, bytearray, memoryview)):
             payload = (payload,)
         length = sum([memoryview(piece).nbytes for piece in payload])
@@ -285,8 +289,29 @@ class ControlConnection:
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError as exc:
+            if self._is_serving:
+                self._stop_sending()
+                return sum([memoryview(piece).nbytes for piece in pieces])
             self._end(PeerLost(f"control connection to the peer broke while sending: {exc}"))
             raise self._gone() from exc
+
+    def _stop_sending(self) -> None:
+        """The peer has closed: answers go nowhere, but it may have said goodbye; the end of the stream ends this."""
+        self._has_left = True
+        if self._unsent:
+            self._loop.remove_writer(self._fd)
+        self._drop_unsent()
+        if not self._is_reading:
+            self._is_reading = True
+            self._loop.add_reader(self._fd, self._readable)
+
+    def _drop_unsent(self) -> None:
+        for _, fds in self._unsent:
+            close_all(fds)
+        self._unsent.clear()
+        self._unsent_bytes = 0
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
 
     def _queue(self, pieces: Sequence[_Buffer], sent: int, fds: Sequence[int]) -> None:
         rest = b"".join(pieces)[sent:]
@@ -310,7 +335,7 @@ class ControlConnection:
                 sent = self._send_now((data,), fds)
             except TransportError:
                 return  # _end has told everybody
-            if not sent:
+            if not sent or self._has_left:
                 return
             close_all(fds)
             self._unsent_bytes -= sent
@@ -419,31 +444,6 @@ class ControlConnection:
             finally:
                 message.close_fds()
 
-    # ---- deadlines
-
-    def _arm_sweep(self, deadline_ns: int) -> None:
-        if self._sweep is not None:
-            if self._sweep_at_ns <= deadline_ns:
-                return
-            self._sweep.cancel()
-        self._sweep_at_ns = deadline_ns
-        delay = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
-        self._sweep = self._loop.call_later(delay, self._sweep_deadlines)
-
-    def _sweep_deadlines(self) -> None:
-        self._sweep = None
-        now = time.monotonic_ns()
-        soonest: int | None = None
-        for future, deadline_ns in self._pending.values():
-            if deadline_ns is None or future.done():
-                continue
-            if deadline_ns <= now:
-                future.set_exception(DeadlineExceeded(f"no answer from {self.peer_text} within the deadline"))
-            elif soonest is None or deadline_ns < soonest:
-                soonest = deadline_ns
-        if soonest is not None:
-            self._arm_sweep(soonest)
-
     # ---- the end
 
     def _gone(self) -> TransportError:
@@ -461,20 +461,13 @@ class ControlConnection:
         self._loop.remove_reader(self._fd)
         self._loop.remove_writer(self._fd)
         self._sock.close()
-        if self._sweep is not None:
-            self._sweep.cancel()
-            self._sweep = None
+        self._deadlines.stop()
         close_all(list(self._arrived_fds))
         self._arrived_fds.clear()
-        for _, fds in self._unsent:
-            close_all(fds)
-        self._unsent.clear()
-        self._unsent_bytes = 0
+        self._drop_unsent()
         for future, _ in self._pending.values():
             if not future.done():
                 future.set_exception(self._gone())
-        if self._drained is not None and not self._drained.done():
-            self._drained.set_result(None)
         self.closed.set()
         callbacks, self._on_closed = self._on_closed, []
         for callback in callbacks:

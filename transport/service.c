@@ -61,7 +61,7 @@ ucs_status_t kv_session_connect(kv_session *session, ucp_ep_params_t *params, uc
 static void kv_session_close(kv_service *s, kv_session *session, uint64_t ticket);
 
 static int32_t kv_session_open(kv_service *s, const kv_command *c) {
-    if (s->sessions_count >= KV_MAX_SESSIONS) return KV_ERR_FULL;
+    if (s->sessions_count >= KV_MAX_SESSIONS || atomic_load(&s->counters.closing) >= KV_MAX_SESSIONS) return KV_ERR_FULL;
     if (kv_session_find(s, c->token) != NULL) return UCS_ERR_ALREADY_EXISTS;
     kv_session *session = calloc(1, sizeof *session);
     if (session == NULL) return KV_ERR_MEMORY;
@@ -146,6 +146,9 @@ static void kv_session_close(kv_service *s, kv_session *session, uint64_t ticket
     session->close_until_ns = kv_now_ns() + KV_CLOSE_BOUND_NS;
     session->next = s->closing;
     s->closing = session;
+    s->sessions_count--;
+    atomic_fetch_sub_explicit(&s->counters.sessions, 1, memory_order_relaxed);
+    kv_count(&s->counters.closing, 1);
 }
 
 static int kv_session_is_closed(kv_session *session) {
@@ -180,8 +183,7 @@ static void kv_reap(kv_service *s) {
         if (session->close_ticket == 0 && kv_session_is_closed(session) && session->sends == 0 && session->receives == 0) {
             *at = session->next;
             free(session);
-            s->sessions_count--;
-            atomic_fetch_sub_explicit(&s->counters.sessions, 1, memory_order_relaxed);
+            atomic_fetch_sub_explicit(&s->counters.closing, 1, memory_order_relaxed);
             continue;
         }
         if (now < session->close_until_ns) s->is_closing_soon = 1;
@@ -515,11 +517,12 @@ void kv_grant_release(kv_service *s, uint16_t region, uint64_t offset, uint64_t 
 }
 
 /* lookups, lookup keys, reads, read keys, hits, bytes read, writes, bytes written, refused, unknown session, malformed,
- * dropped, sessions now, sleeps, grants now. */
-void kv_service_counters(kv_service *s, uint64_t out[15]) {
+ * dropped, sessions now, sleeps, grants now, sessions that are closing now. */
+void kv_service_counters(kv_service *s, uint64_t out[16]) {
     const _Atomic uint64_t *c = &s->counters.lookups;
     for (int i = 0; i < 14; i++) out[i] = atomic_load_explicit(&c[i], memory_order_relaxed);
     pthread_mutex_lock(&s->grants_mutex);
     out[14] = s->grants_count;
     pthread_mutex_unlock(&s->grants_mutex);
+    out[15] = atomic_load_explicit(&s->counters.closing, memory_order_relaxed);
 }

@@ -90,7 +90,7 @@ typedef struct kv_result {
 
 typedef struct { /* see kv_service_counters for the order */
     _Atomic uint64_t lookups, lookup_keys, reads, read_keys, read_hits, read_bytes, writes, write_bytes, refused,
-        unknown_session, malformed, dropped, sessions, turns;
+        unknown_session, malformed, dropped, sessions, turns, closing;
 } kv_counters;
 
 typedef struct kv_send { /* a message to a session in flight */

@@ -59,7 +59,7 @@ class GrantStatus(enum.IntEnum):
 
 
 class DataCounters(NamedTuple):
-    """Totals since the start, but `sessions` and `grants` (now). Each moves when the data thread has done the thing."""
+    """Totals since the start, but `sessions`, `grants` and `closing` (now). Each moves when the thing is done."""
 
     lookups: int
     lookup_keys: int
@@ -79,6 +79,9 @@ class DataCounters(NamedTuple):
     sleeps: int
     """Times the thread went to sleep: an idle one adds about one a second."""
     grants: int
+    closing: int
+    """Sessions that are over but for what UCX still has of theirs. Over shared memory UCX never gives up messages to a
+    process that died with many on their way: a few hundred bytes each, until the service ends."""
 
 
 class DataService:
@@ -259,7 +262,7 @@ class DataService:
 
     def counters(self) -> DataCounters:
         """The counters, read while the thread runs on."""
-        out = self._ffi.new("uint64_t[15]")
+        out = self._ffi.new("uint64_t[16]")
         self._lib.kv_service_counters(self._native(), out)
         return DataCounters(*out)
 

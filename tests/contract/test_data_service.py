@@ -256,7 +256,8 @@ async def test_a_hundred_sessions_leave_nothing_behind(client):
     after = (node.num_fds(), here.num_fds(), node.memory_info().rss, here.memory_info().rss)
     assert after[0] <= before[0] + 4 and after[1] <= before[1] + 4
     assert after[2] - before[2] < 24 << 20 and after[3] - before[3] < 24 << 20
-    assert (await client.node.call("counters"))["sessions"] == 1
+    counters = await client.node.call("counters")
+    assert counters["sessions"] == 1 and counters["closing"] == 0
 
 
 async def test_an_idle_service_and_an_idle_worker_sleep(lone_client):

@@ -257,9 +257,9 @@ async def test_a_client_that_leaves_a_hung_node_with_a_thousand_operations_pendi
 async def test_a_graceful_stop_under_load_ends_every_call(path: str) -> None:
     """Goal: SIGTERM is exit code 0 and no call hangs. Method: stop while four clients put and get all the time."""
     with NodeProcess(host_bytes="128MiB") as node:
-        stopped, is_busy = asyncio.Event(), asyncio.Semaphore(0)
+        stopped, begun = asyncio.Event(), [asyncio.Event() for _ in range(4)]
 
-        async def work() -> int:
+        async def work(index: int) -> int:
             calls = 0
             async with ucxkv.connect(node.address, path=path, timeout_s=3) as kv:
                 while not stopped.is_set() or calls < 5:
@@ -271,13 +271,13 @@ async def test_a_graceful_stop_under_load_ends_every_call(path: str) -> None:
                     hit = got.status == ReadStatus.HIT
                     assert (into[hit] == b[hit]).all()
                     calls += 1
-                    is_busy.release()
+                    begun[index].set()
                     await asyncio.sleep(0)
             return calls
 
-        workers = [asyncio.create_task(work()) for _ in range(4)]
-        for _ in range(12):
-            await asyncio.wait_for(is_busy.acquire(), 60)
+        workers = [asyncio.create_task(work(index)) for index in range(4)]
+        for event in begun:
+            await asyncio.wait_for(event.wait(), 60)
         assert await asyncio.to_thread(node.stop) == 0
         stopped.set()
         assert min(await asyncio.gather(*workers)) >= 5

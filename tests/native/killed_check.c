@@ -105,7 +105,7 @@ static int32_t wait_for(kv_service *service, uint64_t ticket, uint64_t token) {
 }
 
 static uint64_t counter(kv_service *service, int which) {
-    uint64_t counters[15];
+    uint64_t counters[16];
     kv_service_counters(service, counters);
     return counters[which];
 }

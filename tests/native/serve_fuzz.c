@@ -328,7 +328,7 @@ static void one_event(void) {
     static const ucs_status_t ends[] = {UCS_OK, UCS_OK, UCS_ERR_CONNECTION_RESET, UCS_ERR_CANCELED};
     static const char hosts[4][10] = {"127.0.0.1", "::1", "nowhere", ""};
     unsigned what = fuzz_u8(), how;
-    uint64_t counters[15];
+    uint64_t counters[16];
     switch (what % 24) {
     case 0: event_ask(KV_AM_LOOKUP); break;
     case 1: case 2: case 3: event_ask(KV_AM_READ); break;

@@ -108,8 +108,10 @@ FUZZ_QUIET static void check_all(void) {
     }
     for (const kv_session *session = s->waiting; session != NULL; session = session->waiting)
         CHECK(session->is_waiting && kv_session_find(s, session->token) == session);
-    for (const kv_session *session = s->closing; session != NULL; session = session->next) open++;
+    uint32_t closing = 0;
+    for (const kv_session *session = s->closing; session != NULL; session = session->next) closing++;
     CHECK(open == s->sessions_count && open <= KV_MAX_SESSIONS && open == s->counters.sessions);
+    CHECK(closing == s->counters.closing && closing <= 2 * KV_MAX_SESSIONS);
 }
 
 /* Where an answer's session stands in the model. */

@@ -39,7 +39,7 @@ static void *meddler(void *arg) {
     (void)arg;
     while (!is_over) {
         uint16_t region[4] = {0};
-        uint64_t offset[4], capacity[4], counters[15];
+        uint64_t offset[4], capacity[4], counters[16];
         uint8_t out[4], granted[4];
         seed = seed * 6364136223846793005ull + 1442695040888963407ull;
         uint64_t token = seed >> 40 & 1 ? own_token : 5;
@@ -303,7 +303,7 @@ static void check(long rounds) {
     session_close(&c);
     is_over = 1;
     pthread_join(thread, &confirmed);
-    uint64_t counters[15];
+    uint64_t counters[16];
     kv_service_counters(service, counters);
     CHECK(counters[2] > 0 && counters[12] <= 1 && confirmed != NULL);
     kv_worker_close(c.worker);

@@ -178,6 +178,30 @@ async def test_a_killed_process_is_noticed(tmp_path):
             await task
 
 
+@pytest.mark.parametrize("big", [0, 300_000], ids=["small-answers", "answers-that-wait"])
+async def test_what_a_peer_said_before_it_closed_is_handled_though_nobody_takes_the_answers(unix_server, big):
+    """Goal: a goodbye is heard from a peer that asked and did not wait. Method: while the server sleeps: requests, a
+    one-way last word, close; every message is handled, the connection ends, its descriptor is closed.
+    """
+    server, heard = unix_server, []
+    server._handler = lambda connection, message: (heard.append(message.type), handler(connection, message))
+    before = len(os.listdir("/proc/self/fd"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.connect(server.addresses[0].sockaddr)
+        ask = str(big).encode() if big else b"x" * 100
+        for request_id in range(1, 201):
+            sock.sendall(pack_header(len(ask), BIG if big else ECHO, 0, request_id) + ask)
+        sock.sendall(pack_header(0, NEVER, 0, 0))
+        if big:
+            await asyncio.sleep(0.05)  # the answers fill the socket, and the server reads no more
+    for _ in range(500):
+        if heard and not server.connections:
+            break
+        await asyncio.sleep(0.01)
+    assert not server.connections and heard == [BIG if big else ECHO] * 200 + [NEVER]
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
 @pytest.mark.parametrize(
     ("sent", "error"),
     [

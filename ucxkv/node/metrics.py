@@ -62,7 +62,7 @@ METRIC_TEXTS: dict[str, str] = {
 COUNTERS = frozenset(
     ("puts", "stored", "grants", "evicted", "evicted_bytes", "deleted", "lost", "damaged", "connections_refused")
 )
-_MESSAGE_LEVELS = ("message_sessions", "message_grants")
+_MESSAGE_LEVELS = ("message_sessions", "message_grants", "message_closing")
 BY_PATH = "connections_by_path"
 _BY_PATH_TEXT = "open control connections by the path that moves their bytes"
 
