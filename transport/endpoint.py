@@ -207,15 +207,13 @@ class Endpoint:
         """
         if not (len(local) == len(length) == len(remote)):
             raise UsageError(f"{len(local)} local addresses, {len(length)} lengths, {len(remote)} remote addresses")
-        if key.handle is None:
-            raise Closed("this remote key is destroyed")
         arrays = [np.ascontiguousarray(a, dtype="<u8") for a in (local, length, remote)]
         pointers = [self._ffi.from_buffer("uint64_t[]", a) for a in arrays]
         memh = region.native() if region is not None else self._ffi.NULL
         worker = self.worker
         op_id = worker.next_id()
         status = self._lib.kv_transfer(
-            self.native(), is_put, len(local), *pointers, key.handle, memh, op_id, worker.inline_wait_ns
+            self.native(), is_put, len(local), *pointers, key.native(), memh, op_id, worker.inline_wait_ns
         )
         await worker.finish(status, op_id, (keep, region, key), "put" if is_put else "get", deadline_ns)
 

@@ -125,12 +125,16 @@ class RemoteKey:
         self.handle = out[0]
         endpoint.keys.add(self)
 
-    def pointer(self, remote_address: int) -> int:
-        """Local address of the peer's memory, where it can be mapped (same host, allocated by UCX). Raises UcxError."""
+    def native(self) -> Any:
+        """The native handle, for operations on the peer's memory. Raises Closed."""
         if self.handle is None:
             raise Closed("this remote key is destroyed")
+        return self.handle
+
+    def pointer(self, remote_address: int) -> int:
+        """Local address of the peer's memory, where it can be mapped (same host, allocated by UCX). Raises UcxError."""
         out = self._ffi.new("uint64_t *")
-        status = self._lib.kv_rkey_pointer(self.handle, remote_address, out)
+        status = self._lib.kv_rkey_pointer(self.native(), remote_address, out)
         if status != 0:
             raise error_from_status(status, "mapping the peer's memory")
         return int(out[0])

@@ -55,7 +55,7 @@ class RemoteReader:
         pointers = [ffi.from_buffer("uint64_t[]", a) for a in arrays]
         memh = ffi.NULL if region is None else region.native()
         op_id = worker.next_id()
-        native, key = endpoint.native(), self._key.handle
+        native, key = endpoint.native(), self._key.native()
         status = lib.kv_transfer(native, False, len(local), *pointers, key, memh, op_id, worker.inline_wait_ns)
         if status == 0:
             return
