@@ -160,27 +160,53 @@ static void call_connect(void) {
         an_endpoint *e = &m.endpoints[i];
         if (e->endpoint != NULL) continue;
         *e = (an_endpoint){.is_peer_mode = how & 1};
-        dbl.connect_failures = (how & 2) && (how & 4);
+        dbl.connect_fail_in = (how & 2) && (how & 4);
         int32_t code = how & 8 ? kv_endpoint_from_socket(m.worker, how & 16 ? "::1" : how & 32 ? "x" : "127.0.0.1", 9,
                                                          e->is_peer_mode, &e->endpoint)
                                : kv_endpoint_from_address(m.worker, "address", e->is_peer_mode, &e->endpoint);
-        dbl.connect_failures = 0;
+        dbl.connect_fail_in = 0;
         CHECK((code == 0) == (e->endpoint != NULL));
         return;
     }
 }
 
-/* As the Python side does: nothing new on it, all its requests answered, then closed. */
-static void call_close(an_endpoint *e, int is_forced) {
-    kv_fetch_endpoint_gone(m.fetcher, e->endpoint);
+static void close_one(an_endpoint *e, int is_forced) {
+    if (e->is_closing) return;
     int32_t code = kv_endpoint_close(e->endpoint, is_forced);
     CHECK(code == 0 || code == 1 || (code == UCS_ERR_INVALID_PARAM && is_forced && !e->is_peer_mode));
     if (code == UCS_ERR_INVALID_PARAM) CHECK(kv_endpoint_close(e->endpoint, 0) >= 0);
     e->is_closing = 1;
 }
 
+/* As the Python side does: nothing new on it and on those that go with it, their requests are answered, then they are closed,
+ * the first of them last. */
+static void call_close(an_endpoint *e, int is_forced) {
+    kv_endpoint *first = e->first != NULL ? e->first : e->endpoint;
+    for (int is_first = 0; is_first < 2; is_first++)
+        for (unsigned i = 0; i < ENDPOINTS; i++) {
+            an_endpoint *other = &m.endpoints[i];
+            if (other->endpoint == NULL || other->is_closing) continue;
+            if (is_first ? other->endpoint != first : other->first != first) continue;
+            kv_fetch_endpoint_gone(m.fetcher, other->endpoint);
+            close_one(other, is_forced);
+        }
+    close_one(e, is_forced); /* one that is in no table */
+}
+
+static void call_join(void) {
+    an_endpoint *first = some_endpoint(), *other = some_endpoint();
+    if (first == NULL || other == NULL || first == other || first->first != NULL || other->first != NULL) return;
+    if (other->endpoint->others_count != 0 || first->is_peer_mode != other->is_peer_mode) return;
+    uint32_t before = first->endpoint->others_count;
+    int32_t code = kv_endpoint_join(first->endpoint, other->endpoint);
+    CHECK(code == (before == KV_MAX_CONNECTIONS - 1 ? KV_ERR_FULL : 0));
+    if (code == 0) other->first = first->endpoint;
+}
+
 static void call_forget(an_endpoint *e) {
     if (!e->is_closing || !kv_endpoint_is_closed(e->endpoint)) return;
+    for (unsigned i = 0; i < ENDPOINTS; i++) /* they were closed before it; nobody names it any more */
+        if (m.endpoints[i].first == e->endpoint) m.endpoints[i].first = NULL;
     kv_endpoint_free(e->endpoint);
     *e = (an_endpoint){0};
 }
@@ -474,7 +500,10 @@ static void one_call(unsigned what) {
         break;
     case 24: fuzz_fail_in = 1 + fuzz_u8() % 8; break;
     case 25: call_listen(); break;
-    case 26: call_refused(); break;
+    case 26:
+        call_refused();
+        call_join();
+        break;
     case 27: progress(fuzz_u8() * 1000u); break;
     }
 }

@@ -25,6 +25,7 @@ typedef struct {
 typedef struct {
     kv_endpoint *endpoint;
     int is_peer_mode, is_closing;
+    kv_endpoint *first; /* of those that go to one peer together; its own where it stands alone */
 } an_endpoint;
 
 static struct {

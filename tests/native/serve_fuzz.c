@@ -200,10 +200,11 @@ static void event_open(void) {
     uint8_t address[24] = {0};
     *s = (a_session){.state = ASKED, .token = m.sessions_count * 0x0101010101010101ull, .is_await = flags & 1,
                      .is_eager_only = (flags & 2) != 0, .client_id = flags >> 5 & 3};
-    dbl.connect_failures = flags & 8 && flags & 16;
+    unsigned connections = fuzz_u8();
+    dbl.connect_fail_in = flags & 8 ? 1 + (connections >> 4) % 4 : 0;
     memcpy(address, &s->client_id, 8);
     command(s->is_await ? KV_AWAIT_SESSION : KV_OPEN_SESSION, s->token, address, s->is_await ? (flags & 16 ? 7 : 8) : 24,
-            (flags & 4) != 0, s->is_eager_only, 1 + (int)s->client_id);
+            (flags & 4) != 0, s->is_eager_only, (int)(connections & 15) - 1);
     m.idle = 16;
 }
 
@@ -318,10 +319,10 @@ static void event_results(size_t max) {
 static void event_connect(void) {
     unsigned how = fuzz_u8();
     uint64_t client_id = how & 8 ? fuzz_take(8) : how & 3;
-    dbl.connect_failures = (how & 16) != 0;
+    dbl.connect_fail_in = (how & 16) != 0;
     struct ucp_conn_request *c = double_connect(client_id, !(how & 4));
     if (c != NULL) CHECK(c->is_answered);
-    dbl.connect_failures = 0;
+    dbl.connect_fail_in = 0;
 }
 
 static void one_event(void) {
@@ -372,6 +373,7 @@ static void one_event(void) {
 FUZZ_QUIET static unsigned drain(void) {
     if (!m.is_draining) {
         m.is_draining = 1;
+        m.idle = 0;
         fuzz_fail_in = 0;
         dbl.fate = 1;
     }

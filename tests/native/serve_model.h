@@ -151,6 +151,7 @@ static void double_on_send(struct ucp_ep *ep, unsigned id, const void *header, s
     kv_written written;
     (void)user_data;
     unsigned session = session_by_ep(ep);
+    CHECK(id == KV_AM_DATA || ep == m.sessions[session].session->ep); /* further connections carry DATA only */
     int is_eager = (flags & UCP_AM_SEND_FLAG_EAGER) != 0;
     if (id == KV_AM_FOUND) {
         CHECK(is_eager && kv_parse_found(header, header_length, length, &many));

@@ -65,7 +65,7 @@ static struct {
     double_message *messages;
     struct ucp_listener *listener;
     struct ucp_conn_request *connecting[64];
-    unsigned connecting_count, connect_failures; /* the next ones of ucp_ep_create */
+    unsigned connecting_count, connect_fail_in; /* connect_fail_in: 0, or which of the next ucp_ep_create fails */
     uint32_t pending_count;
     uint64_t ep_count, received; /* receives started */
     uint8_t fate, fate_state;
@@ -340,10 +340,7 @@ ucs_status_t ucp_ep_create(ucp_worker_h worker, const ucp_ep_params_t *params, u
         CHECK(!params->conn_request->is_answered);
         params->conn_request->is_answered = 1; /* UCX uses it up in any case */
     }
-    if (dbl.connect_failures != 0) {
-        dbl.connect_failures--;
-        return UCS_ERR_UNREACHABLE;
-    }
+    if (dbl.connect_fail_in != 0 && --dbl.connect_fail_in == 0) return UCS_ERR_UNREACHABLE;
     struct ucp_ep *ep = calloc(1, sizeof *ep);
     CHECK(ep != NULL);
     ep->handler = params->err_handler;
