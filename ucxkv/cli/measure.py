@@ -133,6 +133,7 @@ class Copier:
         self._copy = copy_ns
         self._source = HostSegment.create(max(into.nbytes, mmap.PAGESIZE), "ucxkv-limit")
         np.frombuffer(self._source.view, np.uint8).fill(1)
+        self.into = into
         self._from, self._to = self._source.address, into.ctypes.data
         self._nbytes, self._all = into.shape[1], into.nbytes
 
@@ -195,7 +196,12 @@ class Conditions:
         """pids: processes that belong to the run, besides this one."""
         self._pids = [os.getpid(), *pids]
         self._busy, self._stolen = self._cpu()
-        self._own, self._start = run_ns(self._pids), time.monotonic()
+        self._own, self._start = self._own_s(), time.monotonic()
+
+    def _own_s(self) -> float:
+        """CPU seconds of the run's processes, also of children that have ended."""
+        ended = os.times()
+        return run_ns(self._pids) / 1e9 + ended.children_user + ended.children_system
 
     @staticmethod
     def _cpu() -> tuple[float, float]:
@@ -208,7 +214,7 @@ class Conditions:
         """cores, cpu, kernel, cache, pages, and how many cores others kept busy or the hypervisor took, on average."""
         wall = max(time.monotonic() - self._start, 1e-3)
         busy, stolen = self._cpu()
-        own = (run_ns(self._pids) - self._own) / 1e9
+        own = self._own_s() - self._own
         pages = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
         return {
             "cores": len(os.sched_getaffinity(0)),

@@ -47,12 +47,13 @@ class Workload:
         pids: Sequence[int] = (),
         server_cpu: ServerCpu | None = None,
         budget_s: float = 0.0,
+        copier: Copier | None = None,
     ) -> None:
         """kv: a connected client; nbytes: size of a block, a multiple of 8; count: blocks in the working set.
 
         The nodes' CPU time is counted from their processes on this host, or by what server_cpu answers (nanoseconds so
         far, None = unknown). budget_s: about how long the rounds of one row may take, within the calls asked for; 0 =
-        no bound.
+        no bound. copier: its blocks u8[count, nbytes] are used, and it stays the caller's; None = one of its own.
         """
         self.kv, self.nbytes, self.count, self._budget_s = kv, nbytes, count, budget_s
         self._pids = list(pids)
@@ -60,8 +61,8 @@ class Workload:
         self._random = random.Random(seed)
         self._pattern = Pattern(nbytes, seed)
         self.keys = np.random.default_rng([seed, nbytes]).integers(1, 255, (count, 16), np.uint8)
-        self.into: Blocks = anonymous_blocks(count, nbytes)
-        self.copier = Copier(self.into)
+        self.copier = copier or Copier(anonymous_blocks(count, nbytes))
+        self.into: Blocks = self.copier.into
 
     async def _pids_cpu(self) -> int | None:
         return run_ns(self._pids) if self._pids else None
@@ -78,10 +79,9 @@ class Workload:
     async def load(self) -> None:
         """Put the whole working set (content written into `into`, which is overwritten afterwards)."""
         step = max(1, min(64, (8 << 20) // self.nbytes))
+        self._pattern.fill_all(self.into)
         for begin in range(0, self.count, step):
             rows = slice(begin, min(self.count, begin + step))
-            for index in range(rows.start, rows.stop):
-                self.fill(index, self.into[index])
             (await self.kv.put_many(self.keys[rows], self.into[rows])).raise_for_status()
         self.into.fill(0xAB)
 
@@ -198,16 +198,18 @@ class Workload:
         measured, limit = Series(), Series()
         batch = min(batch, self.count)
         pool = self.kv.register(self.into)
-        for index in range(self.count):
-            self.fill(index, self.into[index])
+        back = anonymous_blocks(max(1, min(64, (16 << 20) // self.nbytes)), self.nbytes)
+        self._pattern.fill_all(self.into)
         for calls in self._rounds(measured, limit, per_round, at_once):
             times, copies = measured.start_round(), limit.start_round()
             for n in self._portions(calls, batch):
-                await self._put(measured, times, pool, n, batch, at_once)
+                await self._put(measured, times, pool, back, n, batch, at_once)
                 copies.extend(self.copier.backs_ns(*self._draw(batch)) for _ in range(n))
         return self._row("put" if batch == 1 else "put_many", measured, limit, batch, at_once, fields)
 
-    async def _put(self, measured: Series, times: list[int], pool: Any, n: int, batch: int, at_once: int) -> None:
+    async def _put(
+        self, measured: Series, times: list[int], pool: Any, back: Blocks, n: int, batch: int, at_once: int
+    ) -> None:
         sources, _ = self._draw(n * batch)
         results: list[PutResult] = []
         left = iter(range(0, n * batch, batch))
@@ -230,12 +232,15 @@ class Workload:
         await self._time(measured, lambda: _together(caller, at_once))
         for result in results:
             result.raise_for_status()
-        step = max(1, min(64, (16 << 20) // self.nbytes))
-        for low in range(0, len(sources), step):
-            chosen = sources[low : low + step]
-            for source, value in zip(chosen, (await self.kv.get_many(self.keys[chosen])).values, strict=True):
-                self.verify(source, np.frombuffer(value, np.uint8))
+        for low in range(0, len(sources), len(back)):
+            chosen = sources[low : low + len(back)]
+            result = await self.kv.get_many(self.keys[chosen], into=back[: len(chosen)])
+            if result.hits != len(chosen):
+                raise IntegrityError(f"{result.hits} of {len(chosen)} blocks that were just put are there")
+            for source, block in zip(chosen, back, strict=False):
+                self.verify(source, block)
             await self.kv.delete(self.keys[chosen])
+        back.fill(0)
 
     # ---- look-ups
 

@@ -19,7 +19,8 @@ _SIZES_MAX = 64
 _FLIGHT_BYTES_MAX = 256 << 20  # on their way at a time; larger blocks are fewer
 _QUICK_FLIGHT_BYTES_MAX = 128 << 20
 _FLIGHT_MIN = 2
-_BLOCKS_MAX = 1 << 15  # of a working set: smaller blocks come from the cache, whatever their number
+_COLD_BYTES_MIN = 4096
+_SMALL_BLOCKS = 4096  # of a working set of blocks below that size: they come from the cache, whatever their number
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,9 @@ class Plan:
     def blocks(self, nbytes: int, shape: Shape, cache_bytes: int) -> int:
         """Blocks in the working set of a shape, fitted to nbytes. cache_bytes: the last-level cache."""
         least = max(shape.batch, shape.at_once)
-        return least if self.cache == "hot" else max(least, min(_BLOCKS_MAX, -(-3 * cache_bytes // nbytes)))
+        if self.cache == "hot":
+            return least
+        return max(least, -(-3 * cache_bytes // nbytes) if nbytes >= _COLD_BYTES_MIN else _SMALL_BLOCKS)
 
 
 def row_name(operation: str, shape: Shape) -> str:

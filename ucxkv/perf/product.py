@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +33,8 @@ _NODE_BYTES_MIN = 1 << 30
 def product_steps(plan: Plan) -> int:
     """How many steps `measure_product` tells."""
     moves = bool({"get", "put"} & set(plan.operations))
-    return len(plan.paths) * (len(plan.sizes) * moves + ("look-up" in plan.operations))
+    sets = sum(len(_by_count(plan, size)) for size in plan.sizes) * moves
+    return len(plan.paths) * (sets + ("look-up" in plan.operations))
 
 
 def _calls(plan: Plan, nbytes: int, shape: Shape) -> int:
@@ -54,68 +58,118 @@ async def measure_product(plan: Plan, side: Side, token: str | None, recorder: R
     """Measure get, put and look-up on a node of `side`. A path that is not possible there becomes a notice."""
     node = await side.node(_node_bytes(plan))
     try:
-        done: set[str] = set()
-        for path in plan.paths:
-            try:
-                async with connect(*node.addresses, token=token, path=path, timeout_s=_CONNECT_S) as kv:
-                    await _measure_path(plan, path, kv, side, node, recorder, done)
-            except IntegrityError:
-                raise
-            except UcxKvError as exc:
-                state = FAILED if path in done else UNABLE
-                recorder.note("ucxkv", state, f"path {path}: {exc}")
+        async with contextlib.AsyncExitStack() as clients:
+            ways = await _open_ways(plan, side, node, token, recorder, clients)
+            await _measure_ways(plan, ways, node, recorder)
     finally:
         await node.aclose()
 
 
-async def _measure_path(
-    plan: Plan, path: str, kv: Client, side: Side, node: StartedNode, recorder: Recorder, done: set[str]
-) -> None:
-    peer = kv.peers()[0]
-    label = path if path == "network" else str(peer.path)
-    if label in done:
-        return  # auto was this one
-    done |= {path, label}
-    wire = wire_of(label, is_same_host=is_same_host(side))
-    fields = {"backend": "ucxkv", "path": label, "wire": wire, "over": peer.why.partition(":")[0]}
-    if {"get", "put"} & set(plan.operations):
-        for size in plan.sizes:
-            recorder.step(f"ucxkv {label}: blocks of {short_size(size)}")
-            await _measure_size(plan, size, kv, node, recorder, fields)
+async def _open_ways(
+    plan: Plan,
+    side: Side,
+    node: StartedNode,
+    token: str | None,
+    recorder: Recorder,
+    clients: contextlib.AsyncExitStack,
+) -> list[_Way]:
+    """A client for each path, those that come to the same once."""
+    ways: dict[str, _Way] = {}
+    for path in plan.paths:
+        connecting = connect(*node.addresses, token=token, path=path, timeout_s=_CONNECT_S)
+        try:
+            kv = await clients.enter_async_context(connecting)
+        except UcxKvError as exc:
+            recorder.note("ucxkv", UNABLE, f"path {path}: {exc}")
+            continue
+        peer = kv.peers()[0]
+        label = path if path == "network" else str(peer.path)
+        fields = {"path": label, "wire": wire_of(label, is_same_host=is_same_host(side))}
+        ways.setdefault(label, _Way(kv, {"backend": "ucxkv", **fields, "over": peer.why.partition(":")[0]}))
+    return list(ways.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A connected client, and what its rows say of it."""
+
+    kv: Client
+    fields: dict[str, Any]
+
+
+async def _measure_ways(plan: Plan, ways: list[_Way], node: StartedNode, recorder: Recorder) -> None:
+    """Sizes, and each over every path before the next: what is compared is measured close together."""
+    failed: set[str] = set()
+
+    async def over_each(what: str, work: Callable[[_Way], Awaitable[None]]) -> None:
+        for way in ways:
+            path = way.fields["path"]
+            recorder.step(f"ucxkv {path}: {what}")
+            if path in failed:
+                continue
+            try:
+                await work(way)
+            except IntegrityError:
+                raise
+            except UcxKvError as exc:
+                failed.add(path)
+                recorder.note("ucxkv", FAILED, f"path {path}, {what}: {exc}")
+
+    for size in plan.sizes if {"get", "put"} & set(plan.operations) else ():
+        for count, shapes in _by_count(plan, size).items():
+            copier = Copier(anonymous_blocks(count, size))
+            try:
+
+                async def moves(
+                    way: _Way, size: int = size, shapes: list[Shape] = shapes, copier: Copier = copier
+                ) -> None:
+                    budget_s, count = plan.budget_s, len(copier.into)
+                    work = Workload(way.kv, size, count=count, server_cpu=node.cpu_ns, budget_s=budget_s, copier=copier)
+                    await _measure_shapes(plan, work, shapes, recorder, {**way.fields, "set_bytes": count * size})
+
+                await over_each(f"blocks of {short_size(size)}", moves)
+            finally:
+                copier.close()
     if "look-up" in plan.operations:
-        recorder.step(f"ucxkv {label}: look-ups")
-        work = Workload(kv, _LOOK_UP_BYTES, count=_LOOK_UP_BLOCKS, server_cpu=node.cpu_ns, budget_s=plan.budget_s)
-        await work.load()
-        for shape in plan.shapes("look-up"):
-            calls = _calls(plan, _LOOK_UP_BYTES, Shape())
-            recorder.rows.append(await work.look_up(shape.batch, calls, **fields))
-        await work.unload()
+
+        async def look_ups(way: _Way) -> None:
+            blocks, budget_s = _LOOK_UP_BLOCKS, plan.budget_s
+            work = Workload(way.kv, _LOOK_UP_BYTES, count=blocks, server_cpu=node.cpu_ns, budget_s=budget_s)
+            await work.load()
+            for shape in plan.shapes("look-up"):
+                recorder.rows.append(
+                    await work.look_up(shape.batch, _calls(plan, _LOOK_UP_BYTES, Shape()), **way.fields)
+                )
+            await work.unload()
+
+        await over_each("look-ups", look_ups)
 
 
-async def _measure_size(
-    plan: Plan, size: int, kv: Client, node: StartedNode, recorder: Recorder, fields: dict[str, Any]
-) -> None:
-    cache = last_level_cache_bytes()
-    by_count: dict[int, list[Shape]] = {}
+def _by_count(plan: Plan, size: int) -> dict[int, list[Shape]]:
+    """Shapes by the number of blocks in their working set."""
+    found: dict[int, list[Shape]] = {}
     for shape in plan.shapes("get"):
         fitted = plan.fitted(size, shape)
-        by_count.setdefault(plan.blocks(size, fitted, cache), []).append(fitted)
-    for count, shapes in by_count.items():
-        work = Workload(kv, size, count=count, server_cpu=node.cpu_ns, budget_s=plan.budget_s)
-        known = {**fields, "set_bytes": count * size}
-        if "put" in plan.operations:
-            for shape in shapes:
-                calls = max(2, _calls(plan, size, shape) // 4)
-                recorder.rows.append(await work.put_batch(shape.batch, calls, at_once=shape.at_once, **known))
-        if "get" in plan.operations:
-            await work.load()
-            for shape in shapes:
-                calls = _calls(plan, size, shape)
-                if shape.batch > 1:
-                    recorder.rows.append(await work.get_batch(shape.batch, calls, **known))
-                else:
-                    recorder.rows.append(await work.get_single(calls, at_once=shape.at_once, **known))
-            await work.unload()
+        found.setdefault(plan.blocks(size, fitted, last_level_cache_bytes()), []).append(fitted)
+    return found
+
+
+async def _measure_shapes(
+    plan: Plan, work: Workload, shapes: list[Shape], recorder: Recorder, fields: dict[str, Any]
+) -> None:
+    if "put" in plan.operations:
+        for shape in shapes:
+            calls = max(2, _calls(plan, work.nbytes, shape) // 4)
+            recorder.rows.append(await work.put_batch(shape.batch, calls, at_once=shape.at_once, **fields))
+    if "get" in plan.operations:
+        await work.load()
+        for shape in shapes:
+            calls = _calls(plan, work.nbytes, shape)
+            if shape.batch > 1:
+                recorder.rows.append(await work.get_batch(shape.batch, calls, **fields))
+            else:
+                recorder.rows.append(await work.get_single(calls, at_once=shape.at_once, **fields))
+        await work.unload()
 
 
 def measure_copies(plan: Plan, recorder: Recorder) -> None:
@@ -138,8 +192,7 @@ def _copy_row(plan: Plan, operation: str, size: int, shape: Shape, count: int) -
     copier = Copier(into)
     try:
         there = copier.shared if operation == "get" else into
-        for index in range(count):
-            pattern.fill(index, there[index])
+        pattern.fill_all(there)
         copies = copier.copies_ns if operation == "get" else copier.backs_ns
         here = into if operation == "get" else copier.shared
         series, generator = Series(), np.random.default_rng(1)

@@ -51,7 +51,9 @@ async def run_plan(
         if measures_copies and not _host_only(plan, "memcpy", recorder):
             measure_copies(plan, recorder)
         if measures_product and not _host_only(plan, "ucxkv", recorder):
+            over = recorder.steps_count + product_steps(plan)
             await measure_product(plan, side, token, recorder)
+            recorder.steps_count = over
         for name in foreign:
             gc.collect()
             for wire in wires:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 __all__ = ["Blocks", "Pattern", "anonymous_blocks"]
 
 Blocks = npt.NDArray[np.uint8]
+_FILLED_ALONE_BYTES = 1 << 20  # from here on, numpy's call costs nothing beside the bytes
 _PIECE_WORDS = 1 << 18  # compared at a time, so that the difference stays in the cache
 
 
@@ -45,6 +46,14 @@ class Pattern:
     def fill(self, index: int, block: Blocks) -> None:
         """Write block `index`'s content."""
         np.add(self._words, np.uint64(index), out=block.view(np.uint64))
+
+    def fill_all(self, blocks: Blocks) -> None:
+        """Write the contents of blocks 0, 1, ... into u8[n, nbytes]."""
+        if blocks.shape[1] >= _FILLED_ALONE_BYTES:
+            for index, block in enumerate(blocks):
+                self.fill(index, block)
+        else:
+            np.add(self._words, np.arange(len(blocks), dtype=np.uint64)[:, None], out=blocks.view(np.uint64))
 
     def matches(self, index: int, block: Blocks) -> bool:
         """Whether a block is block `index`'s content, byte for byte."""

@@ -140,9 +140,8 @@ async def _drain(messenger: Messenger, kind: str, nbytes: int, count: int, windo
 
 
 def _filled(task: Task) -> Blocks:
-    pattern, blocks = Pattern(task.nbytes), anonymous_blocks(task.count, task.nbytes)
-    for number in range(task.count):
-        pattern.fill(number, blocks[number])
+    blocks = anonymous_blocks(task.count, task.nbytes)
+    Pattern(task.nbytes).fill_all(blocks)
     return blocks
 
 

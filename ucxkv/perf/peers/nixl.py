@@ -55,9 +55,7 @@ class _NixlServer(Server):
         if self._registered is not None:
             self._agent.deregister_memory(self._registered)
         self._slab = anonymous_blocks(count, nbytes)
-        pattern = Pattern(nbytes)
-        for number in range(count):
-            pattern.fill(number, self._slab[number])
+        Pattern(nbytes).fill_all(self._slab)
         self._registered = self._agent.register_memory(_descriptors(self._slab), "DRAM")
         return {"base": self._slab.ctypes.data, "agent": self._agent.get_agent_metadata().hex()}
 

@@ -106,9 +106,7 @@ class _SocketServer(Server):
             raise ValueError(f"a pool of {count} blocks of {nbytes} bytes")
         self._pool = np.empty((0, 0), np.uint8)
         self._pool = anonymous_blocks(count, nbytes)
-        pattern = Pattern(nbytes)
-        for number in range(count):
-            pattern.fill(number, self._pool[number])
+        Pattern(nbytes).fill_all(self._pool)
 
     async def ask(self, request: Facts) -> Facts:
         raise ValueError("the socket server is asked over its socket only")
@@ -152,8 +150,7 @@ class _Exchange(Operation):
         self._sources: list[int] = []
         self._targets: list[int] = []
         if task.op == "put":
-            for number in range(task.count):
-                self._pattern.fill(number, self._pool[number])
+            self._pattern.fill_all(self._pool)
 
     async def prepare(self, calls: int) -> None:
         n, count = calls * self._task.batch, self._task.count
@@ -191,7 +188,7 @@ class _Exchange(Operation):
                 self._expect(source, self._pool[target])
             self._pool[self._targets] = 0
             return
-        back = np.empty(self._task.nbytes, np.uint8)
+        back = anonymous_blocks(1, self._task.nbytes)[0]
         for source, target in zip(self._sources, self._targets, strict=True):
             header = _HEADER.pack(_GET, 1, self._task.nbytes)
             self._socket.sendall(header + np.asarray([target], "<u4").tobytes())
