@@ -369,8 +369,12 @@ static void one_event(void) {
 
 /* ---- the thread's loop meets the input here ---- */
 
-/* Everything ends well; then each read that was taken on must have been answered. */
+/* Everything ends well; then each read that was taken on must have been answered. Or the service ends in the middle of it. */
 FUZZ_QUIET static unsigned drain(void) {
+    if (m.is_cut_off) {
+        atomic_store(&m.service->is_stopping, 1);
+        return 0;
+    }
     if (!m.is_draining) {
         m.is_draining = 1;
         m.idle = 0;
