@@ -103,8 +103,10 @@ C
   for script in transport/build_ucx.py tiers/build_host.py ucxkv/directory/build_slots.py; do
     CFLAGS="-O1 -g -fno-omit-frame-pointer ${!flags}" LDFLAGS="${!flags}" "$PYTHON" "$script" >/dev/null
   done
-  ASAN_OPTIONS="$ASAN_OPTIONS:detect_leaks=0:verify_asan_link_order=0" \
-    TSAN_OPTIONS="$TSAN_OPTIONS:ignore_noninstrumented_modules=1" \
+  # reports into files: pytest captures what is written to the error stream
+  ASAN_OPTIONS="$ASAN_OPTIONS:detect_leaks=0:verify_asan_link_order=0:log_path=$work/report-asan" \
+    UBSAN_OPTIONS="$UBSAN_OPTIONS:log_path=$work/report-asan" \
+    TSAN_OPTIONS="$TSAN_OPTIONS:ignore_noninstrumented_modules=1:log_path=$work/report-tsan" \
     timeout 500 "${fixed[@]}" env LD_PRELOAD="$runtimes" "$PYTHON" -m pytest -q -p no:cacheprovider tests/contract
 }
 check_contract() {
@@ -119,7 +121,7 @@ check_contract() {
   for sanitizer in "${pids[@]}"; do
     wait "${sanitizer#*:}" || failed=1
     echo "== contract tests, ${sanitizer%:*}"
-    grep -m1 -A30 -E "Sanitizer|runtime error" "$work/contract-${sanitizer%:*}.log" || true
+    head -n 60 "$work/report-${sanitizer%:*}".* 2>/dev/null || true
     tail -20 "$work/contract-${sanitizer%:*}.log"
   done
   return "$failed"

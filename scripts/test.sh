@@ -131,7 +131,7 @@ if ((with_tests)); then
     --junitxml="$reports/core.xml" ${pytest_args[@]+"${pytest_args[@]}"}
 fi
 if ((with_sanitize)); then
-  step "sanitizers" 600 bash scripts/sanitize.sh all
+  step "sanitizers" 900 bash scripts/sanitize.sh all
 fi
 if ((fuzz_s)); then
   step "fuzz: handlers, tables, protocol, $fuzz_s s" $((fuzz_s + 300)) bash scripts/fuzz.sh "$fuzz_s"
