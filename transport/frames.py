@@ -41,6 +41,7 @@ Frame = tuple[int, int, int, Payload]
 """(type, flags, request id, payload); the payload is owned by the receiver."""
 
 _RECEIVE_BYTES = 256 << 10
+_FIRST_BYTES = 4 << 10  # before a connection has sent more: many never do
 
 
 def pack_header(length: int, kind: int, flags: int, request_id: int) -> bytes:
@@ -53,10 +54,11 @@ class FrameDecoder:
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self.max_frame_bytes = max_frame_bytes
-        self._memory = bytearray(_RECEIVE_BYTES)
+        self._memory = bytearray(_FIRST_BYTES)
         self._view = memoryview(self._memory)
         self._start = 0
         self._end = 0
+        self._was_filled = False
         self._large: bytearray | None = None  # payload of a frame that does not fit into the receive buffer
         self._large_filled = 0
         self._large_header = (0, 0, 0)
@@ -67,11 +69,22 @@ class FrameDecoder:
             return memoryview(self._large)[self._large_filled :]
         if self._start == self._end:
             self._start = self._end = 0
-        elif self._end == _RECEIVE_BYTES:
-            held = self._end - self._start
-            self._view[:held] = bytes(self._view[self._start : self._end])
-            self._start, self._end = 0, held
+            if self._was_filled:
+                self._make_room(4 * len(self._memory))
+        elif self._end == len(self._memory):
+            self._make_room(4 * len(self._memory) if self._was_filled else 0)
+        self._was_filled = False
         return self._view[self._end :]
+
+    def _make_room(self, nbytes: int) -> None:
+        """Move what is held to the beginning, of larger memory when `nbytes` asks for it (up to _RECEIVE_BYTES)."""
+        held = bytes(self._view[self._start : self._end])
+        nbytes = min(nbytes, _RECEIVE_BYTES)
+        if nbytes > len(self._memory):
+            self._memory = bytearray(nbytes)
+            self._view = memoryview(self._memory)
+        self._view[: len(held)] = held
+        self._start, self._end = 0, len(held)
 
     def received(self, count: int) -> None:
         """`count` bytes were put into the memory that `buffer()` returned last."""
@@ -79,6 +92,7 @@ class FrameDecoder:
             self._large_filled += count
         else:
             self._end += count
+            self._was_filled = self._end == len(self._memory)
 
     def next_frame(self) -> Frame | None:
         """The next whole frame, or None until more bytes are received. Raises ProtocolError."""
@@ -108,9 +122,8 @@ class FrameDecoder:
             large[: self._large_filled] = self._view[body : self._end]
             self._large, self._large_header = large, (kind, flags, request_id)
             self._start = self._end = 0
-        elif start:  # make room for the rest of this frame
-            self._view[:held] = bytes(self._view[start : self._end])
-            self._start, self._end = 0, held
+        elif start or HEADER_BYTES + length > len(self._memory):  # for the rest of this frame
+            self._make_room(HEADER_BYTES + length)
         return None
 
     def finish(self) -> None:

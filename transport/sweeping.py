@@ -47,7 +47,8 @@ class DeadlineSweep:
             self.arm(soonest)
 
     def stop(self) -> None:
-        """No future ends by its deadline any more. Idempotent."""
+        """No future ends by its deadline any more, and nothing of the owner is referenced. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._pending, self._text = {}, str

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import random
-import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
 
@@ -16,10 +13,10 @@ from hypothesis import strategies as st
 
 import ucxkv
 from tests.conftest import blocks, keys
-from tests.harness import NodeProcess, open_files, wait_until
+from tests.harness import NodeProcess, wait_until
 from tests.messages import KINDS, messages, payloads
 from tests.wire import RawPeer, hello
-from ucxkv import PutStatus, ReadStatus
+from ucxkv import PutStatus
 from ucxkv.protocol import Message, encode
 from ucxkv.protocol import messages as m
 from ucxkv.transport.frames import pack_header
@@ -247,61 +244,6 @@ async def test_clients_may_not_speak_as_nodes(victim: NodeProcess, bystander: uc
         adopted = peer.ask(m.Adopt(1, bytes(2), bytes(8)))
         assert isinstance(adopted, m.Failure), "extents went to a node that is not linked"
     assert [peer.name for peer in bystander.peers()] == ["victim"]
-
-
-# ---- coming and going
-
-
-async def test_ten_thousand_connections_come_and_go(victim: NodeProcess, bystander: ucxkv.Client) -> None:
-    """User voice 4. Method: connect, shake hands, drop; a third dropped half-way; a client works meanwhile."""
-    rng = random.Random(4)
-    files = open_files(victim.pid)
-    first = encode(hello())
-    frame = pack_header(len(first), m.Hello.CODE, 0, 1) + first
-    host, _, port = victim.address.rpartition(":")
-
-    def cycles(count: int) -> None:
-        for number in range(count):
-            with socket.create_connection((host, int(port)), 10) as sock:
-                if number % 3 == 0:
-                    sock.sendall(frame[: rng.randrange(len(frame))])
-                else:
-                    sock.sendall(frame)
-                    if number % 3 == 1:
-                        assert sock.recv(1)
-
-    attack = asyncio.gather(*(asyncio.to_thread(cycles, 2500) for _ in range(4)))
-    rounds = 0
-    while not attack.done():
-        k, b = keys(4), blocks(4, 1000)
-        assert (await bystander.put_many(k, b)).ok
-        assert (await bystander.get_many(k, np.empty_like(b))).status.tolist() == [ReadStatus.HIT] * 4
-        rounds += 1
-        await asyncio.sleep(0.01)
-    await attack
-    assert rounds > 3
-    await wait_until(lambda: open_files(victim.pid) <= files, "the node's descriptors are as before", 20)
-
-
-async def test_more_connections_than_the_node_takes_are_refused_and_it_goes_on() -> None:
-    """Goal: a bound on connections. Method: few descriptors, many idle connections; then they go."""
-    limits = {resource.RLIMIT_NOFILE: 128}
-    with NodeProcess(host_bytes="16MiB", message_path=False, limits=limits) as node:
-        async with ucxkv.connect(node.address) as kv:
-            crowd = [socket.create_connection(node.address.split(":"), 5) for _ in range(200)]
-            k, b = keys(20), blocks(20, 1000)
-            assert (await kv.put_many(k, b)).ok and (await kv.get_many(k, np.empty_like(b))).hits == 20
-            for sock in crowd:
-                sock.close()
-
-            async def is_reachable() -> bool:
-                try:
-                    async with ucxkv.connect(node.address, timeout_s=1) as other:
-                        return await other.exists(k[0])
-                except ucxkv.Unavailable:
-                    return False
-
-            await wait_until(is_reachable, "new clients are served again", 20)
 
 
 def test_every_message_type_is_in_the_attack() -> None:

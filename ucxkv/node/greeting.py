@@ -67,4 +67,5 @@ class Greeter:
             if not session.watch_process():
                 raise errors.Unavailable("the caller's process cannot be watched from here (another pid namespace?)")
         session.state = SessionState.OPEN
+        session.end_greeting()
         return self._welcome(session)

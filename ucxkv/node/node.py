@@ -207,7 +207,8 @@ class Node:
         session = Session(connection)
         connection.owner = session
         connection.on_closed(self._on_closed)
-        self._loop.call_later(self.config.handshake_ms_max / 1e3, self._greeting_over, session)
+        delay_s = self.config.handshake_ms_max / 1e3
+        session.greeting_timer = self._loop.call_later(delay_s, self._greeting_over, session)
 
     def _greeting_over(self, session: Session) -> None:
         if session.state in (SessionState.GREETING, SessionState.PROVING):
@@ -217,6 +218,8 @@ class Node:
         session = connection.owner
         assert isinstance(session, Session)
         before, session.state = session.state, SessionState.CLOSED
+        session.end_greeting()
+        connection.owner = None  # no cycle: thousands that come and go do not wait for the garbage collector
         if self.sessions.pop(session.id, None) is None:
             session.close_pidfd()
             return

@@ -23,6 +23,8 @@ import secrets
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import asyncio
+
     from ucxkv.transport.control import ControlConnection
 
 __all__ = ["CONTROL_ONLY", "NO_PATH", "PATH_KINDS", "Session", "SessionState", "printable"]
@@ -56,6 +58,7 @@ class Session:
     __slots__ = (
         "caller_nonce",
         "connection",
+        "greeting_timer",
         "hello_wants_memory",
         "host",
         "id",
@@ -73,6 +76,8 @@ class Session:
 
     def __init__(self, connection: ControlConnection) -> None:
         self.connection = connection
+        self.greeting_timer: asyncio.TimerHandle | None = None
+        """Ends it when the handshake takes too long."""
         self.id = secrets.randbits(63) | 1
         self.state = SessionState.GREETING
         self.role = ""
@@ -88,6 +93,12 @@ class Session:
         """How it moves this node's bytes, as it says: one of PATH_KINDS."""
         self.way = ""
         self.why = ""
+
+    def end_greeting(self) -> None:
+        """The handshake is done or over. Idempotent."""
+        if self.greeting_timer is not None:
+            self.greeting_timer.cancel()
+            self.greeting_timer = None
 
     @property
     def is_open(self) -> bool:
