@@ -25,7 +25,7 @@ from ucxkv.perf.peers.perftest import parse_results, render_tests, test_of
 from ucxkv.perf.peers.rounds import ROUNDS, Operation, measure
 from ucxkv.perf.plan import OPERATIONS, Plan, Shape, parse_names, parse_sizes, row_name
 from ucxkv.perf.plot import check_plot, draw
-from ucxkv.perf.report import FAILED, MISSING, Recorder, print_tables, report, tables
+from ucxkv.perf.report import FAILED, MISSING, Recorder, fit_columns, print_tables, report, tables
 
 test_of.__test__ = False  # type: ignore[attr-defined]  # a function of ours, no test
 
@@ -390,6 +390,14 @@ def test_tables_have_sizes_down_and_backends_across() -> None:
     assert not recorder.has_failed
     recorder.note("ucxx", FAILED, "x")
     assert recorder.has_failed
+
+
+def test_a_table_is_cut_where_the_terminal_ends() -> None:
+    """Goal: nothing is cropped on 80 columns. Method: columns of known widths; every one is shown, the first always."""
+    columns, lines = ["block", "a" * 20, "b" * 20, "c\n" + "c" * 20, "d"], [["8 B", "1", "2", "3", "4" * 30]]
+    assert fit_columns(columns, lines, 200) == [[0, 1, 2, 3, 4]]
+    assert fit_columns(columns, lines, 60) == [[0, 1, 2], [0, 3], [0, 4]]
+    assert fit_columns(columns, lines, 10) == [[0, 1], [0, 2], [0, 3], [0, 4]]
 
 
 def test_tables_are_printed_with_notices_and_facts(capsys: pytest.CaptureFixture[str]) -> None:

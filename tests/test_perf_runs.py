@@ -245,6 +245,21 @@ async def test_nothing_survives_a_killed_run(backend: str) -> None:
     await wait_until(lambda: all(map(_is_gone, children)), f"gone: {children}")
 
 
+async def test_an_interrupted_run_ends_soon_and_whole() -> None:
+    """Goal: Ctrl-C stops a run with all that it started. Method: SIGINT while it measures; it ends, without a traceback
+    or a process left."""
+    command = [sys.executable, "-m", "ucxkv", "perf", "--backend", "ucxkv,socket", "--op", "get,am"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220
+        await wait_until(lambda: len(_children(process.pid)) >= 1, "a node or a worker", 60)
+        await asyncio.sleep(1.0)
+        children = _children(process.pid)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    await wait_until(lambda: all(map(_is_gone, children)), f"gone: {children}")
+
+
 async def test_a_worker_that_is_silent_or_dies_is_unavailable() -> None:
     """Goal: every wait is bounded. Method: a real worker asked for an answer within 0 s; then one that is killed."""
     message = {"start": {"backend": "socket", "wire": "net"}, "server": None}

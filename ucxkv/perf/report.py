@@ -28,7 +28,7 @@ from typing import Any
 from ucxkv.perf.backends import BACKENDS
 from ucxkv.sizes import short_size
 
-__all__ = ["Notice", "Recorder", "print_tables", "report"]
+__all__ = ["Notice", "Recorder", "fit_columns", "print_tables", "report"]
 
 Row = dict[str, Any]
 
@@ -154,6 +154,25 @@ def _pivot(title: str, rows: list[Row], cell: Callable[[Row], str]) -> tuple[str
     return title, ["block", *titles], lines
 
 
+def fit_columns(columns: list[str], lines: list[list[str]], width: int) -> list[list[int]]:
+    """The columns of each table that a wide one is cut into, the first in all of them."""
+
+    def width_of(place: int) -> int:
+        cells = [*columns[place].split("\n"), *[line[place] for line in lines]]
+        return max(map(len, cells)) + 3
+
+    found: list[list[int]] = []
+    room = 0
+    for place in range(1, len(columns)):
+        needed = width_of(place)
+        if not found or needed > room:
+            found.append([0])
+            room = width - width_of(0)
+        found[-1].append(place)
+        room -= needed
+    return found
+
+
 def print_tables(found: Row) -> None:
     """Print a report for people, on standard output."""
     from rich import box
@@ -164,12 +183,13 @@ def print_tables(found: Row) -> None:
     if not console.is_terminal:
         console = Console(width=160)
     for title, columns, lines in tables(found["rows"]):
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-        for column in columns:
-            table.add_column(column, justify="right", no_wrap=True)
-        for line in lines:
-            table.add_row(*line)
-        console.print(table)
+        for places in fit_columns(columns, lines, console.width):
+            table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+            for place in places:
+                table.add_column(columns[place], justify="right", no_wrap=True)
+            for line in lines:
+                table.add_row(*[line[place] for place in places])
+            console.print(table)
     for notice in found["notices"]:
         style = "bold red" if notice["state"] == FAILED else "yellow"
         console.print(f"{notice['backend']}: {notice['state']}: {notice['text']}", style=style, markup=False)
