@@ -25,7 +25,7 @@ from ucxkv.perf.peers.perftest import parse_results, render_tests, test_of
 from ucxkv.perf.peers.rounds import ROUNDS, Operation, measure
 from ucxkv.perf.plan import OPERATIONS, Plan, Shape, parse_names, parse_sizes, row_name
 from ucxkv.perf.plot import check_plot, draw
-from ucxkv.perf.report import FAILED, MISSING, Recorder, fit_columns, print_tables, report, tables
+from ucxkv.perf.report import FAILED, MISSING, Recorder, fit_columns, markdown, print_tables, report, tables
 
 test_of.__test__ = False  # type: ignore[attr-defined]  # a function of ours, no test
 
@@ -406,6 +406,16 @@ def test_tables_are_printed_with_notices_and_facts(capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     for text in ("get, one at a time", "1.00 / 3.00", "ucx-py: missing: not installed: <conda>", "ucx 1.22.0", "A & B"):
         assert text in said
+
+
+def test_tables_are_markdown_too() -> None:
+    """Goal: a report can be pasted into a document. Method: a recorded report; each table's lines have equal cells."""
+    text = markdown(_report())
+    assert "| block | memcpy | ucxkv mapped | ucxkv network | socket net |" in text
+    for table in text.split("\n\n"):
+        if table.startswith("|"):
+            assert len({line.count("|") for line in table.splitlines()}) == 1
+    assert "ucx-py: missing: not installed: <conda>" in text
 
 
 class _Page(HTMLParser):

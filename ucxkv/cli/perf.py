@@ -74,6 +74,7 @@ def perf(
         Path | None, typer.Option("--plot", help="Draw latency and bandwidth: FILE.png or FILE.html.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="The tables as Markdown.")] = False,
     token_file: TokenFileOption = None,
 ) -> None:
     """Measure ucxkv beside UCX's own test and others. Without --address a node is started for the run and stopped.
@@ -104,6 +105,8 @@ def perf(
         raise UsageError(f"{listen!r}: a bare address is where a --server listens; see --connect and --address")
     if connect is not None and address:
         raise UsageError("--connect and --address: give the node's address to the --server instead")
+    if as_json and as_markdown:
+        raise UsageError("--json or --markdown, not both")
     for option, value, known in (("--cache", cache, CACHES), ("--memory", memory, MEMORIES)):
         if value not in known:
             raise UsageError(f"{option} {value!r}: use {' or '.join(known)}")
@@ -121,7 +124,7 @@ def perf(
     )
     _check_plot(plot)
     found, has_failed = asyncio.run(_measure(plan, far, address or [], token, token_file, interpreters))
-    _show(found, as_json=as_json, plot=plot)
+    _show(found, as_json=as_json, as_markdown=as_markdown, plot=plot)
     if has_failed or not found["rows"]:
         raise typer.Exit(1)
 
@@ -138,12 +141,14 @@ def _check_plot(plot: Path | None) -> None:
     check_plot(plot)
 
 
-def _show(found: dict[str, Any], *, as_json: bool, plot: Path | None) -> None:
+def _show(found: dict[str, Any], *, as_json: bool, as_markdown: bool, plot: Path | None) -> None:
+    from ucxkv.perf.report import markdown, print_tables
+
     if as_json:
         print(json.dumps(found))
+    elif as_markdown:
+        print(markdown(found), end="")
     else:
-        from ucxkv.perf.report import print_tables
-
         print_tables(found)
     if plot is not None and found["rows"]:
         from ucxkv.perf.plot import draw

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucxkv.errors import SetupError, UsageError
-from ucxkv.perf.report import tables
+from ucxkv.perf.report import remarks, tables
 from ucxkv.sizes import short_size
 
 if TYPE_CHECKING:
@@ -184,14 +184,7 @@ def _page(report: Row, svg: str) -> str:
         head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
         body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>" for line in lines)
         parts.append(f"<table><caption>{html.escape(title)}</caption><tr>{head}</tr>{body}</table>")
-    for notice in report["notices"]:
-        parts.append(
-            f"<p>{html.escape(notice['backend'])}: {html.escape(notice['state'])}: {html.escape(notice['text'])}</p>"
-        )
-    for name in ("machine", "server", "conditions"):
-        if report[name]:
-            facts = ", ".join(f"{key} {value}" for key, value in report[name].items())
-            parts.append(f"<p><small>{name}: {html.escape(facts)}</small></p>")
+    parts += [f"<p><small>{html.escape(line)}</small></p>" for line in remarks(report)]
     body = "\n".join(parts)
     head = f'<meta charset="utf-8"><title>ucxkv perf</title><style>{_STYLE}</style>'
     return f'<!doctype html><html lang="en">{head}{body}</html>\n'

@@ -28,7 +28,7 @@ from typing import Any
 from ucxkv.perf.backends import BACKENDS
 from ucxkv.sizes import short_size
 
-__all__ = ["Notice", "Recorder", "fit_columns", "print_tables", "report"]
+__all__ = ["Notice", "Recorder", "fit_columns", "markdown", "print_tables", "remarks", "report", "tables"]
 
 Row = dict[str, Any]
 
@@ -173,6 +173,29 @@ def fit_columns(columns: list[str], lines: list[list[str]], width: int) -> list[
     return found
 
 
+def markdown(found: Row) -> str:
+    """A report's tables, notices and facts as Markdown."""
+    parts = []
+    for title, columns, lines in tables(found["rows"]):
+        head = [column.replace("\n", " ") for column in columns]
+        rows = [head, ["---", *["---:"] * (len(head) - 1)], *lines]
+        parts.append(f"**{title}**\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows))
+    return "\n\n".join([*parts, *remarks(found)]) + "\n"
+
+
+def remarks(found: Row) -> list[str]:
+    """What explains the figures, a line each: what is absent, what backends are, facts."""
+    lines = [f"{notice['backend']}: {notice['state']}: {notice['text']}" for notice in found["notices"]]
+    for name in dict.fromkeys(row["backend"] for row in found["rows"]):
+        versions = ", ".join(f"{key} {value}" for key, value in found["backends"].get(name, {}).items())
+        lines.append(f"{name}{f' ({versions})' if versions else ''}: {BACKENDS[name].note}")
+    for name in ("machine", "server", "conditions"):
+        if found[name]:
+            facts = ", ".join(f"{key.replace('_', ' ')} {_fact(value)}" for key, value in found[name].items())
+            lines.append(f"{name}: {facts}")
+    return lines
+
+
 def print_tables(found: Row) -> None:
     """Print a report for people, on standard output."""
     from rich import box
@@ -190,18 +213,10 @@ def print_tables(found: Row) -> None:
             for line in lines:
                 table.add_row(*[line[place] for place in places])
             console.print(table)
-    for notice in found["notices"]:
-        style = "bold red" if notice["state"] == FAILED else "yellow"
-        console.print(f"{notice['backend']}: {notice['state']}: {notice['text']}", style=style, markup=False)
-    for name in dict.fromkeys(row["backend"] for row in found["rows"]):
-        versions = ", ".join(f"{key} {value}" for key, value in found["backends"].get(name, {}).items())
-        text = f"{name} ({versions})" if versions else name
-        console.print(f"{text}: {BACKENDS[name].note}", style="dim", markup=False, highlight=False)
-    for name in ("machine", "server", "conditions"):
-        facts = found[name]
-        if facts:
-            text = ", ".join(f"{key.replace('_', ' ')} {_fact(value)}" for key, value in facts.items())
-            console.print(f"{name}: {text}", style="dim", markup=False, highlight=False)
+    styles = {FAILED: "bold red", MISSING: "yellow", UNABLE: "yellow"}
+    marks = [styles[notice["state"]] for notice in found["notices"]]
+    for place, line in enumerate(remarks(found)):
+        console.print(line, style=marks[place] if place < len(marks) else "dim", markup=False, highlight=False)
 
 
 def _fact(value: Any) -> str:
