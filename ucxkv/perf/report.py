@@ -191,8 +191,8 @@ def remarks(found: Row) -> list[str]:
         lines.append(f"{name}{f' ({versions})' if versions else ''}: {BACKENDS[name].note}")
     for name in ("machine", "server", "conditions"):
         if found[name]:
-            facts = ", ".join(f"{key.replace('_', ' ')} {_fact(value)}" for key, value in found[name].items())
-            lines.append(f"{name}: {facts}")
+            facts = [f"{key.replace('_', ' ')} {_fact(value)}" for key, value in found[name].items()]
+            lines.append(f"{name}: {', '.join(facts)}")
     return lines
 
 
@@ -215,8 +215,8 @@ def print_tables(found: Row) -> None:
             console.print(table)
     styles = {FAILED: "bold red", MISSING: "yellow", UNABLE: "yellow"}
     marks = [styles[notice["state"]] for notice in found["notices"]]
-    for place, line in enumerate(remarks(found)):
-        console.print(line, style=marks[place] if place < len(marks) else "dim", markup=False, highlight=False)
+    for place, remark in enumerate(remarks(found)):
+        console.print(remark, style=marks[place] if place < len(marks) else "dim", markup=False, highlight=False)
 
 
 def _fact(value: Any) -> str:
