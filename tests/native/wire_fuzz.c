@@ -56,6 +56,12 @@ static void check_input(const uint8_t *bytes, size_t n) {
     CHECK(header != NULL);
     memcpy(header, bytes + 3, n - 3);
     for (size_t i = 0; i < sizeof scale / sizeof *scale; i++) check_one(bytes[0], header, n - 3, units * scale[i]);
+    if (n - 3 >= 24) { /* which of some connections a fragment takes */
+        uint64_t v[3];
+        memcpy(v, header, sizeof v);
+        uint32_t connections = 1 + bytes[1] % 8;
+        CHECK(kv_turn(connections, v[0], bytes[2], (uint32_t)v[1], v[2], v[1], v[0] >> 32) < connections);
+    }
     if (n - 3 >= 24) { /* regions as a hostile table would name them */
         uint64_t v[3];
         memcpy(v, header, sizeof v);
