@@ -19,13 +19,14 @@ import numpy.typing as npt
 
 from ucxkv.cli.measure import Blocks, Copier, Row, Series, anonymous_blocks, last_level_cache_bytes, row, run_ns
 from ucxkv.client.results import PutResult
-from ucxkv.errors import IntegrityError
+from ucxkv.errors import IntegrityError, Unavailable, UsageError
 from ucxkv.perf.peers.blocks import Pattern
 
 __all__ = ["Workload", "working_set"]
 
 ROUNDS = 5
 _BLOCKS_MAX = 1 << 15  # of a working set: smaller blocks come from the cache, whatever their number
+_EVICTED = "has the node room for the working set?"
 ServerCpu = Callable[[], Awaitable[int | None]]
 
 
@@ -60,7 +61,7 @@ class Workload:
         self._server_cpu = server_cpu or self._pids_cpu
         self._random = random.Random(seed)
         self._pattern = Pattern(nbytes, seed)
-        self.keys = np.random.default_rng([seed, nbytes]).integers(1, 255, (count, 16), np.uint8)
+        self.keys = np.random.default_rng().integers(1, 255, (count, 16), np.uint8)  # nobody else's on a given node
         self.copier = copier or Copier(anonymous_blocks(count, nbytes))
         self.into: Blocks = self.copier.into
 
@@ -153,7 +154,7 @@ class Workload:
                 got = await self.kv.get(key, into=view)
                 times.append(time.perf_counter_ns() - start)
                 if got != self.nbytes:
-                    raise IntegrityError(f"get answered {got}, not {self.nbytes}")
+                    raise Unavailable(f"get answered {got}, not {self.nbytes}: {_EVICTED}")
 
         await self._time(measured, lambda: _together(caller, at_once))
         for source, target in zip(sources, targets, strict=True):
@@ -183,7 +184,7 @@ class Workload:
                 result = await self.kv.get_many(some, into=places)
                 times.append(time.perf_counter_ns() - start)
                 if result.hits != batch:
-                    raise IntegrityError(f"{result.hits} hits of {batch} stored blocks")
+                    raise Unavailable(f"{result.hits} hits of {batch} stored blocks: {_EVICTED}")
 
         await self._time(measured, calls)
         for source, target in zip(sources, targets, strict=True):
@@ -231,12 +232,13 @@ class Workload:
 
         await self._time(measured, lambda: _together(caller, at_once))
         for result in results:
-            result.raise_for_status()
+            if result.raise_for_status().stored != batch:
+                raise UsageError("a put moved nothing: its key was there already")
         for low in range(0, len(sources), len(back)):
             chosen = sources[low : low + len(back)]
             result = await self.kv.get_many(self.keys[chosen], into=back[: len(chosen)])
             if result.hits != len(chosen):
-                raise IntegrityError(f"{result.hits} of {len(chosen)} blocks that were just put are there")
+                raise Unavailable(f"{result.hits} of {len(chosen)} blocks that were just put are there: {_EVICTED}")
             for source, block in zip(chosen, back, strict=False):
                 self.verify(source, block)
             await self.kv.delete(self.keys[chosen])
@@ -259,7 +261,7 @@ class Workload:
                     found = await (self.kv.exists(key) if batch == 1 else self.kv.exists_many(keys))
                     times.append(time.perf_counter_ns() - start)
                     if not np.all(found):
-                        raise IntegrityError("a stored key was not found")
+                        raise Unavailable(f"a stored key was not found: {_EVICTED}")
 
             await self._time(measured, calls)
         found = self._row("look_up" if batch == 1 else "look_up_many", measured, None, batch, 1, {**fields})

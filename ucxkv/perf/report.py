@@ -207,7 +207,8 @@ def print_tables(found: Row) -> None:
         console = Console(width=160)
     for title, columns, lines in tables(found["rows"]):
         for places in fit_columns(columns, lines, console.width):
-            table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+            console.print(title, style="bold", markup=False, highlight=False)
+            table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
             for place in places:
                 table.add_column(columns[place], justify="right", no_wrap=True)
             for line in lines:
