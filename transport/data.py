@@ -200,10 +200,10 @@ class DataClient(Requests):
     async def _read_rest(self, request_id: int, cells: Any, size: int, deadline_ns: int) -> int:
         """The end of a `read_into` that was not answered at once. cells: keeps the destination."""
         status = self._ffi.new("uint8_t *", UNAVAILABLE)
-        chunk = Chunk(request_id, 0, 1, self._worker.register(request_id, None, "read"))
         outs = (status, None, None, None)
+        flying = deque((Chunk(request_id, 0, 1, self._worker.register(request_id, None, "read")),))
         try:
-            await self._run("read", 0, None, None, outs, cells, deadline_ns, flying=deque((chunk,)))
+            await self._run("read", 0, None, None, outs, cells, deadline_ns, flying=flying)
         except TransportError:
             return _OTHERWISE  # the general way says what is wrong
         found = status[0]
@@ -340,13 +340,13 @@ class DataClient(Requests):
     async def _write_rest(self, request_id: int, extent: tuple[int, int], keep: object, deadline_ns: int) -> bool:
         """The end of a write that was not answered at once."""
         status = self._ffi.new("uint8_t *", UNAVAILABLE)
-        chunk = Chunk(request_id, 0, 1, self._worker.register(request_id, None, "write"))
+        flying = deque((Chunk(request_id, 0, 1, self._worker.register(request_id, None, "write")),))
 
         def let_go(request_id: int, low: int, high: int) -> None:
             self._dirty[extent] = request_id
 
         outs = (status, None, None, None)
-        await self._run("write", 0, None, None, outs, keep, deadline_ns, let_go, deque((chunk,)))
+        await self._run("write", 0, None, None, outs, keep, deadline_ns, let_go, flying)
         return bool(status[0] == WriteStatus.WRITTEN)
 
     async def _clean(self, extents: list[tuple[int, int]], deadline_ns: int | None) -> bool:

@@ -67,6 +67,8 @@ class RemoteReader:
         except BaseException:
             await settled(worker, lambda: worker.is_pending(op_id), self._close_endpoint)
             raise
+        finally:
+            del future  # see Worker.wait
 
     async def _close_endpoint(self, deadline_ns: int | None) -> None:
         await self._endpoint.aclose(force=True, deadline_ns=deadline_ns)

@@ -242,13 +242,17 @@ class Worker:
 
     async def wait(self, future: asyncio.Future[int], what: str, deadline_ns: int | None) -> int:
         """Await a registered record, at most until the deadline (DeadlineExceeded; it stays registered)."""
-        if deadline_ns is None:
-            return await future
-        timer = self._loop.call_later(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9), _expire, future, what)
+        timer = None
+        if deadline_ns is not None:
+            timer = self._loop.call_later(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9), _expire, future, what)
         try:
             return await future
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
+            # What is raised refers to this frame: with the future it would be a cycle. CPython 3.11 crashes when it
+            # collects a cycle that holds a memoryview whose buffer cffi has borrowed.
+            del future
 
     def is_pending(self, op_id: int) -> bool:
         """Whether UCX has not completed this operation yet."""

@@ -92,6 +92,7 @@ class Requests:
         """
         flying = deque() if flying is None else flying
         low = 0
+        chunk: Chunk | None = None
         try:
             while (low < n and self.error is None) or flying:  # once the node is lost, the rest is UNAVAILABLE
                 while start is not None and low < n and len(flying) < _CHUNKS_IN_FLIGHT and self.error is None:
@@ -105,8 +106,9 @@ class Requests:
                     code = start(request_id, low, high, spin_ns)
                     if code < 0:
                         raise error_from_status(code, what)
-                    future = self._worker.register(request_id, keep, what) if code else None
-                    flying.append(Chunk(request_id, low, high, future))
+                    flying.append(
+                        Chunk(request_id, low, high, self._worker.register(request_id, keep, what) if code else None)
+                    )
                     low = high
                 chunk = flying[0]
                 if chunk.future is not None:
@@ -125,6 +127,9 @@ class Requests:
         except BaseException:
             await self._abandon(flying, outs, keep, let_go)
             raise
+        finally:
+            chunk = None  # no cycle of exception, frame and future, see Worker.wait
+            flying.clear()
 
     def _take(self, chunk: Chunk, outs: tuple[Any, ...]) -> tuple[int, int]:
         """Results of one request into the outputs: (operations in flight, receives among them)."""

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import numpy as np
 import psutil
@@ -287,3 +289,38 @@ async def test_a_region_closed_under_a_cancelled_transfer_outlives_it(client):
     client.worker.abort()
     await asyncio.wait([task])
     assert client.context.users_count == 0
+
+
+async def test_a_failed_call_leaves_no_cycle_that_holds_its_buffer(client):
+    """Goal: memory of failed calls is free at once; CPython crashed collecting it (memoryviews that cffi borrowed).
+    Method: a read past its deadline, one cancelled, a get under which the worker ends; without the collector their
+    buffers are gone.
+    """
+    size = 8 << 20
+    await client.node.call("publish", first=0, offsets=[0], length=size)
+    client.worker.inline_wait_ns = 0
+    gc.collect()
+    gc.disable()
+    try:
+        buffers = [np.full(size, POISON, np.uint8) for _ in range(3)]
+        gone = [weakref.ref(buffer) for buffer in buffers]
+        late, cancelled, ended = buffers
+        await client.data.read(
+            keys_of([0]), *one_piece_each(late, size, 1), keep=late, deadline_ns=time.monotonic_ns() - 1
+        )
+        task = asyncio.create_task(client.data.read(keys_of([0]), *one_piece_each(cancelled, size, 1), keep=cancelled))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert await client.worker.drain(deadline_after(20))
+        client.worker.progress()
+        key = client.endpoint.unpack_key(client.key)
+        task = asyncio.create_task(client.endpoint.get(memoryview(ended), client.base, key))
+        await asyncio.sleep(0)
+        client.worker.abort()
+        await asyncio.wait([task])
+        assert task.exception() is None or isinstance(task.exception(), Closed)
+        del buffers, late, cancelled, ended, task
+        assert [ref() is None for ref in gone] == [True] * 3
+    finally:
+        gc.enable()
