@@ -147,6 +147,7 @@ class Context:
 
     def _open(self, wanted: Mapping[str, str], is_shared: bool) -> None:
         ffi = self._ffi
+        wanted = _of_use(wanted, os.environ.get("UCX_NET_DEVICES") or wanted.get("NET_DEVICES") or "all")
         names = wanted if self.library.version[:2] >= _PREFIXES_SINCE else [n.removeprefix("TCP_") for n in wanted]
         texts = [
             (ffi.new("char[]", name.encode()), ffi.new("char[]", value.encode()))
@@ -220,6 +221,15 @@ def _applicable(settings: Mapping[str, str], transports: str | None) -> dict[str
     if is_all or "tcp" in names:
         return dict(settings)
     return {name: value for name, value in settings.items() if not name.startswith("TCP_")}
+
+
+def _of_use(settings: Mapping[str, str], devices: str) -> Mapping[str, str]:
+    """Those of our settings that these devices use: of the others UCX would say that they are invalid."""
+    names = devices.split(",")
+    if "all" in names or devices.startswith("^"):
+        return settings
+    unused = ["TCP_"] * all(":" in name for name in names) + ["UD_"] * all(":" not in name for name in names)
+    return {name: value for name, value in settings.items() if not name.startswith(tuple(unused))}
 
 
 def why_no_verbs(path: str | os.PathLike[str] | None = None) -> str:

@@ -132,7 +132,7 @@ async def test_the_users_devices_are_used_at_the_node() -> None:
     """Goal: UCX_NET_DEVICES of the user wins. Method: a node on 0.0.0.0 that has it set to lo; what it opened."""
     with NodeProcess(listen="0.0.0.0:0", prefix=("env", "UCX_NET_DEVICES=lo")) as node:
         started = next(line for line in node.log().splitlines() if "node.start" in line)
-        assert '"transports": "tcp/lo"' in started
+        assert '"transports": "tcp/lo"' in started and "lo (the environment's UCX_NET_DEVICES)" in started
         port = node.address.rpartition(":")[2]
         assert "(tcp/lo)" in (await _peer(f"127.0.0.1:{port}", "network")).why
 

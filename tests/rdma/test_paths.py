@@ -80,12 +80,13 @@ def _nft(rules: str) -> None:
 
 
 async def test_tcp_takes_over_where_rdma_does_not_come_through(node: Process) -> None:
-    """Goal: a fabric that drops everything costs speed, not the cache. Method: RoCE's port dropped by nft; the path is
-    by messages over TCP, and says why; path="rdma" ends within its deadline; healed, RDMA is used again.
+    """Goal: a fabric that drops everything costs speed, not the cache. Method: nft drops what arrives at RoCE's port (a
+    drop on the way out is no loss but a local error, on which the kernel waits for ever); the path is by messages over
+    TCP, and says why; path="rdma" ends within its deadline; healed, RDMA is used again.
     """
     if not OWN.device.startswith("rxe"):
         pytest.skip("only packets of a device in software pass nft")
-    _nft("table ip paths {\n chain out {\n  type filter hook output priority 0;\n  udp dport 4791 drop\n }\n}\n")
+    _nft("table ip paths {\n chain arrived {\n  type filter hook input priority 0;\n  udp dport 4791 drop\n }\n}\n")
     try:
         async with ucxkv.connect(node.told, path="network", timeout_s=60) as kv:
             (peer,) = kv.peers()

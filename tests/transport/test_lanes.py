@@ -13,7 +13,7 @@ from tests.harness import ROOT
 from ucxkv.transport.endpoint import Endpoint
 from ucxkv.transport.lanes import Lane, lanes_of, lanes_text, read_lanes
 from ucxkv.transport.progress import Worker
-from ucxkv.transport.ucx import Context
+from ucxkv.transport.ucx import Context, _of_use
 
 # As UCX 1.22 prints a context, and an endpoint over two rails with its datagram lane for keepalive.
 CONTEXT = """
@@ -68,6 +68,19 @@ def test_a_device_that_ucx_cannot_open_leaves_the_choice_to_ucx(transports: str 
     with Context(devices=("mlx5_99:1",), transports=transports, is_shared=False) as context:
         assert context.net_devices and "mlx5_99:1" not in context.net_devices
         assert "NET_DEVICES" not in context.settings
+
+
+def test_settings_that_the_devices_have_no_use_for_are_left_out() -> None:
+    """Goal: UCX warns of nothing. Method: RDMA ports alone, interfaces alone, both, and what cannot be known."""
+    settings = {"TCP_TX_SEG_SIZE": "256k", "UD_ETH_DGID_CHECK": "n", "KEEPALIVE_INTERVAL": "1s"}
+    for devices, left_out in (
+        ("mlx5_0:1,mlx5_1:1", "TCP_TX_SEG_SIZE"),
+        ("eth0,lo", "UD_ETH_DGID_CHECK"),
+        ("mlx5_0:1,eth0", ""),
+        ("all", ""),
+        ("^eth1", ""),
+    ):
+        assert set(settings) - set(_of_use(settings, devices)) == ({left_out} if left_out else set())
 
 
 def test_the_users_devices_win() -> None:

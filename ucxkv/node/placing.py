@@ -6,6 +6,7 @@ Placement is a no-op on a machine with one NUMA node. Nothing here fails a start
 
 from __future__ import annotations
 
+import os
 import socket
 import zlib
 from collections.abc import Callable
@@ -84,10 +85,13 @@ class Placing:
         return [numbers[device] for device in devices if device in numbers]
 
     def facts(self) -> dict[str, str]:
-        """The placement and the devices that rank best here, with reasons."""
+        """The placement and the devices that rank best here (or that the user named), with reasons."""
         where = "any node" if self.placement.numa is None else f"node {self.placement.numa}"
         why = f"memory refused: {self._refused}" if self._refused else self.placement.why
-        return {"numa": f"{where} ({why})", "devices": f"{self._choice.net_devices} ({self._choice.why})"}
+        devices = f"{self._choice.net_devices} ({self._choice.why})"
+        if "UCX_NET_DEVICES" in os.environ:
+            devices = f"{os.environ['UCX_NET_DEVICES']} (the environment's UCX_NET_DEVICES)"
+        return {"numa": f"{where} ({why})", "devices": devices}
 
 
 def _interface(listen: str, addresses: Mapping[str, tuple[Network, ...]]) -> tuple[str, bool]:
