@@ -16,6 +16,8 @@ from ucxkv import Part, PutStatus, ReadStatus
 from ucxkv.node import Node, NodeConfig
 from ucxkv.placement import Members, home, part_nodes
 
+pytestmark = pytest.mark.faults
+
 MIB = 1 << 20
 NAMES = ("n1", "n2", "n3")
 

@@ -21,6 +21,8 @@ from ucxkv.protocol import Message, encode
 from ucxkv.protocol import messages as m
 from ucxkv.transport.frames import pack_header
 
+pytestmark = pytest.mark.faults
+
 
 @pytest.fixture(scope="module")
 def victim() -> Iterator[NodeProcess]:

@@ -16,6 +16,8 @@ from tests.harness import ROOT, NodeProcess, wait_until
 from ucxkv import PutStatus, ReadStatus
 from ucxkv.node import Node, NodeConfig
 
+pytestmark = pytest.mark.faults
+
 MIB = 1 << 20
 
 
