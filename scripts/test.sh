@@ -5,6 +5,7 @@
 #   bash scripts/test.sh              everything; 20 minutes at most on 2 busy cores
 #   bash scripts/test.sh --rdma       the RDMA tests in a virtual machine with Soft-RoCE; needs root on Debian
 #   bash scripts/test.sh --quick      style, types and the tests not marked slow; no sanitizers, no fuzz, no torch
+#   bash scripts/test.sh --repeat-faults 20  the fault tests, so many runs in a row
 #   bash scripts/test.sh -- -k slots  what follows -- goes to pytest (and --quick's steps only)
 #
 # All steps run even when one fails; the exit code is 0 only when all passed. The last line counts the tests.
@@ -13,7 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 . scripts/env.sh
 
 usage() {
-  sed -n '2,10p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
+  sed -n '2,11p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
   cat <<'T'
 Options:
   --quick           see above
@@ -21,12 +22,13 @@ Options:
   --no-torch        everything but the torch step
   --sanitize        only the C code under sanitizers
   --rdma            only the RDMA tests, in a virtual machine (not part of a full run)
+  --repeat-faults N only the tests marked faults, N runs in a row (a full run has them once)
   --fuzz SECONDS    fuzz all that reads a peer's bytes that long (default 35 s in a full run); alone it is the only step
   --help            this text
 T
 }
 
-with_style=1 with_tests=1 with_sanitize=1 with_torch=1 with_rdma=0 fuzz_s=35 quick=0 pytest_args=() only=()
+with_style=1 with_tests=1 with_sanitize=1 with_torch=1 with_rdma=0 fault_runs=0 fuzz_s=35 quick=0 pytest_args=() only=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --quick) quick=1 with_sanitize=0 with_torch=0 fuzz_s=0 ;;
@@ -34,6 +36,11 @@ while [ $# -gt 0 ]; do
     --no-torch) with_torch=0 ;;
     --sanitize) only+=(sanitize) ;;
     --rdma) only+=(rdma) ;;
+    --repeat-faults)
+      case "${2:-}" in '' | 0 | *[!0-9]*) echo "--repeat-faults needs a number of runs" >&2; exit 2 ;; esac
+      only+=(faults) fault_runs="$2"
+      shift
+      ;;
     --fuzz)
       case "${2:-}" in '' | *[!0-9]*) echo "--fuzz needs a number of seconds" >&2; exit 2 ;; esac
       only+=(fuzz) fuzz_s="$2"
@@ -106,6 +113,17 @@ network_tools() {
     >/dev/null 2>&1 || echo "setup: that failed; the tests of several hosts will skip"
 }
 
+fault_steps() {
+  # The fault tests, run after run, then a line of their own.
+  local run
+  for ((run = 1; run <= fault_runs; run++)); do
+    step "pytest -m faults, run $run of $fault_runs" 2400 "$UCXKV_PYTHON" -m pytest -q -m faults \
+      --junitxml="$reports/faults-$run.xml"
+  done
+  printf '\n== faults: %d runs in a row, %d of them failed: ' "$fault_runs" "$failed_steps"
+  count_tests
+}
+
 torch_step() {
   # The tests that need torch (a small random model among them), then the example: a real model across processes.
   environment .venv-torch test,example "${UCXKV_TORCH:-torch==2.13.0}" || { failed_steps=$((failed_steps + 1)); return; }
@@ -114,7 +132,7 @@ torch_step() {
   step "example: reuse_kv.py, 320 tokens" 600 "$UCXKV_PYTHON" examples/reuse_kv.py --prompt-tokens 320 --tokens 8
 }
 
-if ((with_style || with_tests || with_sanitize || with_rdma || fuzz_s)); then
+if ((with_style || with_tests || with_sanitize || with_rdma || fault_runs || fuzz_s)); then
   environment .venv test || exit 1
 fi
 if ((with_style)); then
@@ -129,6 +147,10 @@ if ((with_tests)); then
   ((quick)) && marks="not torch and not slow"
   step "pytest" 1200 "$UCXKV_PYTHON" -m pytest -m "$marks" --durations=15 \
     --junitxml="$reports/core.xml" ${pytest_args[@]+"${pytest_args[@]}"}
+fi
+if ((fault_runs)); then
+  network_tools
+  fault_steps
 fi
 if ((with_sanitize)); then
   step "sanitizers" 900 bash scripts/sanitize.sh all
