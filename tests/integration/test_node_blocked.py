@@ -33,4 +33,4 @@ async def test_reads_are_served_while_the_nodes_python_is_blocked(node: NodeProc
             reads += 1
             await asyncio.sleep(0)
         assert (await answer)[0].numbers["blocks"] == 16
-        assert reads >= 20, f"only {reads} reads while the node's Python was busy for a second"
+        assert reads >= 50, f"only {reads} reads while the node's Python was busy for a second"
