@@ -373,6 +373,32 @@ async def test_a_stopped_node_of_three_delays_nobody_beyond_the_deadline(trio: l
         await kv.aclose()
 
 
+async def test_a_node_that_pauses_for_seconds_is_given_up_by_nobody(trio: list[NodeProcess]) -> None:
+    """User voice 31. Method: parts on all nodes, one of them stopped for six seconds; clients and nodes go on counting
+    it in, and afterwards its blocks, and those with parts there, are hits: no liveness limit fences a live node.
+    """
+    kv = await whole(trio[0].address, timeout_s=20)
+    try:
+        stored = [(k, await put_parts(kv, k, 2, 40 + i)) for i, k in enumerate(chain_at(name, 6) for name in NAMES)]
+        before = await numbers(kv)
+        trio[1].freeze()
+        for _ in range(60):
+            assert [peer.alive for peer in kv.peers()] == [True] * 3
+            await asyncio.sleep(0.1)
+        trio[1].thaw()
+        after = await numbers(kv)
+        for name in NAMES:
+            for what in ("blocks", "adopted_bytes", "lost", "nodes"):
+                assert after[name][what] == before[name][what], (name, what)
+        for k, arrays in stored:
+            for part in range(2):
+                into = np.zeros_like(arrays[part])
+                assert (await kv.get_many(k, into, part=Part(part, 2))).hits == 6 and (into == arrays[part]).all()
+    finally:
+        trio[1].thaw()
+        await kv.aclose()
+
+
 async def _stored(kv: ucxkv.Client, k: list[bytes]) -> bool:
     return (await kv.put_many(k, blocks(len(k), 1000), "chain", deadline_s=1)).ok
 
