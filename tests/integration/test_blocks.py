@@ -11,6 +11,7 @@ import pytest
 import ucxkv
 from tests.conftest import blocks, keys
 from tests.harness import NodeProcess
+from tests.stepping import never_inline
 from ucxkv import DeleteStatus, PathKind, PutStatus, ReadStatus
 
 
@@ -74,6 +75,12 @@ async def test_a_child_put_while_its_parent_is_still_being_put_waits_for_it(kv: 
     sizes = [100_000 if i % 3 else 2 << 20 for i in range(20)]
     puts = [kv.put(k[i], bytes(sizes[i]), parent=above[i]) for i in range(20)]
     assert await asyncio.gather(*puts) == [PutStatus.STORED] * 20 and (await kv.match(k)).blocks == 20
+    for nbytes in (190_000, 100):  # so that extents are at hand for both
+        assert await kv.put(keys(1)[0], bytes(nbytes)) is PutStatus.STORED
+    never_inline(kv)
+    fast = keys(20)
+    puts = [kv.put(fast[i], bytes(100 if i % 2 else 190_000), parent=fast[i - 1] if i else None) for i in range(20)]
+    assert await asyncio.gather(*puts) == [PutStatus.STORED] * 20
     first, second = keys(4), keys(4)
     both = await asyncio.gather(
         kv.put_many(first, blocks(4, 5 << 20), "chain"),

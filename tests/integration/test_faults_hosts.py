@@ -232,6 +232,24 @@ async def test_fragments_of_a_put_that_was_given_up_never_land_in_the_next_one(h
 
 
 @in_host("b")
+async def test_a_chain_of_puts_at_once_keeps_its_order_over_connections_that_lag(hosts: Hosts) -> None:
+    """Method: 5 % of the packets lost; chains of twelve blocks, small and large in turns, each put by a call of its
+    own, all begun at once: every one is stored, and the chain is whole.
+    """
+    with hosts.node("a", host_bytes="64MiB") as node:
+        async with ucxkv.connect(node.address, timeout_s=60) as kv, clean(node, kv):
+            for nbytes in (190_000, 100):
+                assert await kv.put(keys(1)[0], bytes(nbytes)) is PutStatus.STORED  # extents are at hand from now on
+            hosts.lose("b", "a", 5)
+            for _ in range(15):
+                k = keys(12)
+                above = [None, *k[:-1]]
+                puts = [kv.put(k[i], bytes(100 if i % 2 else 190_000), parent=above[i]) for i in range(12)]
+                assert await asyncio.gather(*puts) == [PutStatus.STORED] * 12
+                assert (await kv.match(k)).blocks == 12
+
+
+@in_host("b")
 async def test_a_transfer_longer_than_its_lease_is_whole_or_a_miss(hosts: Hosts) -> None:
     """Method: 16 MiB at 40 Mbit/s (3 s) under a lease of 0.5 s that is not renewed, while others evict everything."""
     with hosts.node("a", host_bytes="32MiB") as node:

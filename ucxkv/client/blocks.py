@@ -133,9 +133,12 @@ class BlockCalls:
             address, nbytes = int(source.addr[0]), int(source.nbytes[0])
             if nbytes <= THREAD_BYTES:
                 self._busy += 1
+                call = None if self._router.fast is not None else self._order.begin(key)
                 try:
                     done = await sole.putter.put_one(key, above, address, nbytes, source, deadline_ns)
                 finally:
+                    if call is not None:
+                        self._order.leave(call)
                     self._leave()
                 if done is not None:
                     self._count_put(1, *((1, nbytes) if done in _STORED else (0, 0)))
