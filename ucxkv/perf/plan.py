@@ -53,7 +53,7 @@ class Plan:
     @property
     def budget_s(self) -> float:
         """Time for the measured rounds of one row."""
-        return 0.05 if self.is_quick else 0.5
+        return 0.03 if self.is_quick else 0.5
 
     def shapes(self, operation: str) -> list[Shape]:
         """Single calls first."""
