@@ -145,7 +145,7 @@ if ((with_tests)); then
   network_tools
   marks="not torch"
   ((quick)) && marks="not torch and not slow"
-  step "pytest" 1200 "$UCXKV_PYTHON" -m pytest -m "$marks" --durations=15 \
+  step "pytest" 1800 "$UCXKV_PYTHON" -m pytest -m "$marks" --durations=15 \
     --junitxml="$reports/core.xml" ${pytest_args[@]+"${pytest_args[@]}"}
 fi
 if ((fault_runs)); then
