@@ -8,6 +8,7 @@ import random
 import resource
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
@@ -135,7 +136,8 @@ async def test_hundreds_of_data_paths_are_opened_and_dropped_at_every_step(
 ) -> None:
     """User voice 4, with UCX. Method: 360 peers that end their connection after the greeting, with OpenData unanswered,
     answered, with an endpoint, with an answered look-up, or that are whole clients that put and leave, six at a time;
-    descriptors, threads and memory of both processes are as before.
+    descriptors, threads and memory of both processes are as before. Each has a worker of its own, as processes have:
+    UCX pairs the two sides' connections by worker and number alone, so one that is half-open may get a sibling's.
     """
     from ucxkv.transport.data import DataClient
     from ucxkv.transport.endpoint import Endpoint
@@ -146,13 +148,20 @@ async def test_hundreds_of_data_paths_are_opened_and_dropped_at_every_step(
     with RawPeer(node.address) as peer:
         local = f"unix:@{(await asyncio.to_thread(peer.open)).local_name}"
     context = Context(transports=None if is_far else SAME_HOST_TRANSPORTS, is_shared=False)
-    worker = Worker(context)
 
     async def one(step: int) -> None:
         if step == 5:
             async with ucxkv.connect(node.address, path=path, timeout_s=20) as kv:
                 assert await kv.put(keys(1)[0], os.urandom(50_000)) is PutStatus.STORED
             return
+        worker = Worker(context)
+        try:
+            await half_way(step, worker)
+            assert worker.owned_count == 0
+        finally:
+            await worker.aclose()
+
+    async def half_way(step: int, worker: Worker) -> None:
         peer = await asyncio.to_thread(RawPeer, node.address if is_far else local, 20.0)
         welcome = await asyncio.to_thread(peer.open)
         request = m.OpenData(worker.address, is_far, is_far)
@@ -175,6 +184,7 @@ async def test_hundreds_of_data_paths_are_opened_and_dropped_at_every_step(
         for _ in range(count):
             await asyncio.gather(*(one(step) for step in range(6)))
 
+    await asyncio.gather(*(asyncio.to_thread(time.sleep, 0.05) for _ in range(64)))  # every thread of the loop's pool
     await rounds(10)
     await wait_until(lambda: _connections_are(bystander, 1), "they are gone")
     here, there = Weight.of(os.getpid()), Weight.of(node.pid)
@@ -183,8 +193,6 @@ async def test_hundreds_of_data_paths_are_opened_and_dropped_at_every_step(
     await returns_to(there, node.pid, 32 * MIB)
     assert threading.active_count() <= here.threads
     await returns_to(here, os.getpid(), 32 * MIB)
-    assert worker.owned_count == 0
-    await worker.aclose()
     context.close()
 
 
