@@ -52,6 +52,7 @@ _TURN_NS = 200_000
 _TURN_IDLE_NS = 5_000
 _ADDRESS_BYTES = 16384
 _LAST_NS = 20_000_000
+_LAST_TURNS = 1000  # a millisecond where nothing moves; on a busy machine the time above may be gone after one
 
 
 class ReceivedMessage:
@@ -404,9 +405,10 @@ class Worker:
         if self._guard.is_forked:
             self.handle = None
             return
-        until = time.monotonic_ns() + _LAST_NS
-        while self.handle is not None and self.inflight_count and time.monotonic_ns() < until:
+        until, turns = time.monotonic_ns() + _LAST_NS, 0
+        while self.handle is not None and self.inflight_count and (turns < _LAST_TURNS or time.monotonic_ns() < until):
             self.progress()  # a read over CMA that has not begun makes UCX (1.21) abort the process below
+            turns += 1
         if self.handle is None:
             return
         for endpoint in list(self.endpoints.values()):
