@@ -36,6 +36,7 @@ LAYERS = {
     "ucxkv.protocol": "cores",
     "ucxkv.directory": "cores",
     "ucxkv.policy": "cores",
+    "ucxkv.control": "control",
     "ucxkv.client": "client",
     "ucxkv.sequence": "client",
     "ucxkv.sync": "client",
@@ -59,10 +60,11 @@ BELOW = {
     "values": set(),
     "cores": {"values"},
     "link": {"cores", "values", "transport", "tiers"},  # what both shells need: dialling
-    "client": {"link", "cores", "values", "transport", "tiers"},
-    "node": {"link", "cores", "values", "transport", "tiers"},
+    "control": {"cores", "values"},  # the control plane's engines
+    "client": {"control", "link", "cores", "values", "transport", "tiers"},
+    "node": {"control", "link", "cores", "values", "transport", "tiers"},
     "peers": set(),  # another interpreter may run it
-    "cli": {"face", "client", "node", "link", "cores", "values", "transport", "tiers", "peers"},
+    "cli": {"face", "client", "node", "control", "link", "cores", "values", "transport", "tiers", "peers"},
     "face": {"client", "node", "values", "cores"},
 }
 

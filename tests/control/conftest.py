@@ -1,0 +1,68 @@
+"""The engines of the control plane, each behind the same few handles: what the contract suite runs over."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from tests.control.memory import MemoryControl, Store
+from ucxkv.control import ControlPlane, SystemClock
+
+
+class Engine(Protocol):
+    """One control plane under test. ttl_s: the shortest lease that it really keeps."""
+
+    ttl_s: float
+
+    async def open(self) -> ControlPlane:
+        """One more handle, as another process would have."""
+
+    async def compact(self) -> None:
+        """Drop the history of changes so far."""
+
+    async def aclose(self) -> None:
+        """Close all handles, then the engine."""
+
+
+class MemoryEngine:
+    """The in-memory one, on the real clock."""
+
+    ttl_s = 0.3
+
+    def __init__(self) -> None:
+        self.store = Store(SystemClock())
+        self.handles: list[MemoryControl] = []
+
+    async def open(self) -> ControlPlane:
+        self.handles.append(MemoryControl(self.store))
+        return self.handles[-1]
+
+    async def compact(self) -> None:
+        self.store.compact()
+
+    async def aclose(self) -> None:
+        for handle in self.handles:
+            await handle.aclose()
+        await self.store.aclose()
+
+
+async def make_engine(kind: str, folder: Path) -> Engine:
+    assert kind == "memory"
+    return MemoryEngine()
+
+
+@pytest.fixture(params=["memory"])
+async def engine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Engine]:
+    """Each engine in turn, empty."""
+    made = await make_engine(request.param, tmp_path)
+    yield made
+    await made.aclose()
+
+
+@pytest.fixture
+async def plane(engine: Engine) -> ControlPlane:
+    """One handle on it."""
+    return await engine.open()

@@ -1,0 +1,27 @@
+"""The control plane: members, shard map, epochs, in-sync sets and leases behind four calls, with two engines."""
+
+from ucxkv.control.base import (
+    Change,
+    ChangeKind,
+    Clock,
+    Conflict,
+    ControlPlane,
+    Entry,
+    LeaseLost,
+    OutcomeUnknown,
+    SystemClock,
+)
+from ucxkv.control.lease import Lease
+
+__all__ = [
+    "Change",
+    "ChangeKind",
+    "Clock",
+    "Conflict",
+    "ControlPlane",
+    "Entry",
+    "Lease",
+    "LeaseLost",
+    "OutcomeUnknown",
+    "SystemClock",
+]
