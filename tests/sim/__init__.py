@@ -1,0 +1,1 @@
+"""Deterministic simulation: virtual time, processes, network, disk, and a linearizability checker."""
