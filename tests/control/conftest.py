@@ -10,6 +10,8 @@ import pytest
 
 from tests.control.memory import MemoryControl, Store
 from ucxkv.control import ControlPlane, SystemClock
+from ucxkv.control.sqlite import SqliteControl
+from ucxkv.control.sqlite_file import SqliteFile
 
 
 class Engine(Protocol):
@@ -49,12 +51,39 @@ class MemoryEngine:
         await self.store.aclose()
 
 
+class SqliteEngine:
+    """A file of its own."""
+
+    ttl_s = 0.5
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "control.db"
+        self.handles: list[SqliteControl] = []
+
+    async def open(self) -> ControlPlane:
+        self.handles.append(await SqliteControl.open(self.path, SystemClock()))
+        return self.handles[-1]
+
+    async def compact(self) -> None:
+        file = SqliteFile(self.path)
+        file.drop_history(1 << 62)
+        file.close()
+
+    async def aclose(self) -> None:
+        for handle in self.handles:
+            await handle.aclose()
+
+
 async def make_engine(kind: str, folder: Path) -> Engine:
-    assert kind == "memory"
-    return MemoryEngine()
+    if kind == "memory":
+        return MemoryEngine()
+    return SqliteEngine(folder)
 
 
-@pytest.fixture(params=["memory"])
+ENGINES = ["memory", "sqlite"]
+
+
+@pytest.fixture(params=ENGINES)
 async def engine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Engine]:
     """Each engine in turn, empty."""
     made = await make_engine(request.param, tmp_path)

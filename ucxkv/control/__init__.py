@@ -12,6 +12,7 @@ from ucxkv.control.base import (
     SystemClock,
 )
 from ucxkv.control.lease import Lease
+from ucxkv.control.opening import open_control
 
 __all__ = [
     "Change",
@@ -24,4 +25,5 @@ __all__ = [
     "LeaseLost",
     "OutcomeUnknown",
     "SystemClock",
+    "open_control",
 ]

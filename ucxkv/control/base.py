@@ -41,6 +41,7 @@ __all__ = [
     "check_key",
     "check_prefix",
     "check_ttl",
+    "prefix_end",
 ]
 
 DRIFT: Final = 0.01
@@ -178,3 +179,9 @@ def check_ttl(ttl_s: float) -> None:
     """Refuse a lease time that no engine keeps."""
     if not 0 < ttl_s <= TTL_S_MAX:
         raise errors.UsageError(f"ttl_s={ttl_s}; pass seconds above 0, at most {TTL_S_MAX:.0f}")
+
+
+def prefix_end(prefix: bytes) -> bytes | None:
+    """The first key after all keys that start with `prefix`; None when there is none."""
+    rest = prefix.rstrip(b"\xff")
+    return rest[:-1] + bytes([rest[-1] + 1]) if rest else None
