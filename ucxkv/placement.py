@@ -25,7 +25,7 @@ from ucxkv.errors import UsageError
 from ucxkv.ids import NodeId
 from ucxkv.keys import KeyArray
 
-__all__ = ["Members", "home", "home_indices", "part_indices", "part_nodes"]
+__all__ = ["Members", "home", "home_indices", "part_indices", "part_nodes", "ranking"]
 
 _MASK: Final = (1 << 64) - 1
 _MUL_1: Final = 0xBF58476D1CE4E5B9
@@ -83,6 +83,15 @@ def home_indices(root_keys: KeyArray, members: Members) -> npt.NDArray[np.intp]:
         return np.zeros(len(root_keys), np.intp)
     best: npt.NDArray[np.intp] = np.argmax(_scores(root_keys, members, 0), axis=1)
     return best
+
+
+def ranking(keys: KeyArray, members: Members) -> npt.NDArray[np.intp]:
+    """All members for each of n keys, the best first, as indices (n, members) into `members.nodes`.
+
+    The first is the key's home. A member that joins or leaves changes nothing in the order of the others.
+    """
+    order: npt.NDArray[np.intp] = np.argsort(_scores(keys, members, 0), axis=1, kind="stable")[:, ::-1]
+    return order
 
 
 def part_indices(keys: KeyArray, parts: int, members: Members) -> npt.NDArray[np.intp]:
