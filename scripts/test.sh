@@ -113,6 +113,20 @@ network_tools() {
     >/dev/null 2>&1 || echo "setup: that failed; the tests of several hosts will skip"
 }
 
+etcd_server() {
+  # Debian's etcd, which the control plane's tests start for themselves; without it those tests skip.
+  [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 0
+  command -v etcd >/dev/null && return 0
+  echo "setup: apt-get install etcd-server (tests of the control plane)"
+  # no service is started: a policy that forbids it, unless the machine has one of its own
+  local policy=/usr/sbin/policy-rc.d made=0
+  [ -e "$policy" ] || { printf '#!/bin/sh\nexit 101\n' >"$policy" && chmod +x "$policy" && made=1; }
+  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends etcd-server; } \
+    >/dev/null 2>&1 || echo "setup: that failed; the tests of etcd will skip"
+  ((made)) && rm -f "$policy"
+  return 0
+}
+
 fault_steps() {
   # The fault tests, run after run, then a line of their own.
   local run
@@ -143,6 +157,7 @@ if ((with_style)); then
 fi
 if ((with_tests)); then
   network_tools
+  etcd_server
   marks="not torch"
   ((quick)) && marks="not torch and not slow"
   step "pytest" 1800 "$UCXKV_PYTHON" -m pytest -m "$marks" --durations=15 \
@@ -150,6 +165,7 @@ if ((with_tests)); then
 fi
 if ((fault_runs)); then
   network_tools
+  etcd_server
   fault_steps
 fi
 if ((with_sanitize)); then

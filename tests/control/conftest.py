@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Protocol
 
 import pytest
+from etcd3aio._protobuf import CompactionRequest
 
+from tests.control.etcd_server import WHY_NOT, EtcdServer
 from tests.control.memory import MemoryControl, Store
-from ucxkv.control import ControlPlane, SystemClock
+from ucxkv import errors
+from ucxkv.control import ControlPlane, SystemClock, open_control
+from ucxkv.control.etcd import EtcdControl
 from ucxkv.control.sqlite import SqliteControl
 from ucxkv.control.sqlite_file import SqliteFile
 
@@ -74,13 +82,52 @@ class SqliteEngine:
             await handle.aclose()
 
 
+class EtcdEngine:
+    """A cluster of its own name in an etcd that is shared and must stay healthy."""
+
+    ttl_s = 1.0
+
+    def __init__(self, server: EtcdServer) -> None:
+        self.url = server.url(f"c-{uuid.uuid4().hex}")
+        self.handles: list[ControlPlane] = []
+
+    async def open(self) -> ControlPlane:
+        self.handles.append(await open_control(self.url, timeout_s=20))
+        return self.handles[-1]
+
+    async def compact(self) -> None:
+        plane = self.handles[0]
+        assert isinstance(plane, EtcdControl)
+        revision = (await plane.list(""))[1]
+        with contextlib.suppress(errors.Unavailable):  # compacted there already
+            await plane._client.ask_once("KV", "Compact", CompactionRequest(revision=revision))
+
+    async def aclose(self) -> None:
+        for handle in self.handles:
+            await handle.aclose()
+
+
+@functools.cache
+def shared_etcd() -> EtcdServer:
+    server = EtcdServer()
+    server.start()
+    atexit.register(server.__exit__, None, None, None)
+    return server
+
+
 async def make_engine(kind: str, folder: Path) -> Engine:
     if kind == "memory":
         return MemoryEngine()
-    return SqliteEngine(folder)
+    if kind == "sqlite":
+        return SqliteEngine(folder)
+    return EtcdEngine(shared_etcd())
 
 
-ENGINES = ["memory", "sqlite"]
+ENGINES = [
+    "memory",
+    "sqlite",
+    pytest.param("etcd", marks=pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it is here")),
+]
 
 
 @pytest.fixture(params=ENGINES)

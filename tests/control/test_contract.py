@@ -254,7 +254,7 @@ async def test_closing_ends_watches_and_leases_and_later_calls(engine: Engine) -
     """Goal: aclose leaves no task and hangs nothing. Method: a waiting watch and a lease while it closes, twice."""
     plane = await engine.open()
     lease = await plane.lease(engine.ttl_s)
-    changes = plane.watch("", 0)
+    changes = plane.watch("", (await plane.list(""))[1])
     waiting = asyncio.create_task(take(changes, 1))
     await asyncio.sleep(0.1)
     tasks = asyncio.all_tasks()

@@ -66,9 +66,16 @@ async def open_control(url: str, *, clock: Clock | None = None, timeout_s: float
     """
     found = parse_control_url(url)
     clock = clock or SystemClock()
+    # only who uses an engine loads it
     if found.engine == "etcd":
-        raise errors.SetupError("this release has no etcd engine yet", fix="use sqlite:///absolute/path/file.db")
-    from ucxkv.control.sqlite import SqliteControl  # only who uses an engine loads it
+        try:
+            from ucxkv.control.etcd import EtcdControl
+        except ImportError as exc:
+            raise errors.SetupError(
+                f"{url} needs etcd's client: {exc}", needed="etcd3aio", fix="pip install 'ucxkv[etcd]'"
+            ) from exc
+        return await EtcdControl.open(found.endpoints, found.cluster, clock, timeout_s)
+    from ucxkv.control.sqlite import SqliteControl
 
     assert found.path is not None
     return await SqliteControl.open(found.path, clock, timeout_s)

@@ -1,0 +1,92 @@
+"""A real etcd on the loopback, to be killed, stopped, started again and compacted."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+ETCD = shutil.which("etcd") or ""
+WHY_NOT = "" if ETCD else "needs etcd (apt-get install etcd-server)"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class EtcdServer:
+    """One etcd of one member, with a data folder and ports of its own. `with EtcdServer() as etcd:`"""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="ucxkv-etcd-")
+        self.port, self._peer_port = free_port(), free_port()
+        self.endpoint = f"127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def url(self, cluster: str) -> str:
+        return f"etcd://{self.endpoint}/{cluster}"
+
+    def start(self) -> None:
+        """Start it (again) on its data and wait until it takes connections."""
+        peer = f"http://127.0.0.1:{self._peer_port}"
+        client = f"http://{self.endpoint}"
+        flags = {
+            "name": "one", "data-dir": f"{self.folder.name}/data", "listen-client-urls": client,
+            "advertise-client-urls": client, "listen-peer-urls": peer, "initial-advertise-peer-urls": peer,
+            "initial-cluster": f"one={peer}", "heartbeat-interval": "20", "election-timeout": "200",
+            "logger": "zap", "log-outputs": f"{self.folder.name}/log",
+        }  # fmt: skip
+        self.process = subprocess.Popen([ETCD, *(f"--{name}={value}" for name, value in flags.items())])
+        until = time.monotonic() + 60
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                return
+            except OSError:
+                if self.process.poll() is not None or time.monotonic() > until:
+                    log = Path(self.folder.name, "log")
+                    raise AssertionError(f"etcd did not start: {log.read_text()[-2000:]}") from None
+                time.sleep(0.02)
+
+    def kill(self) -> None:
+        """kill -9."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(30)
+            self.process = None
+
+    def stop(self) -> None:
+        """SIGSTOP: it answers nothing and its connections stay."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        while stat.read_text().rpartition(") ")[2][0] != "T":  # each of its threads has to come to a halt
+            time.sleep(0.001)
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+    def wipe(self) -> None:
+        """Lose all data; not running."""
+        assert self.process is None
+        shutil.rmtree(f"{self.folder.name}/data")
+
+    def __enter__(self) -> EtcdServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+        self.folder.cleanup()
