@@ -13,6 +13,7 @@ from ucxkv.errors import (
     DeadlineExceeded,
     ForkError,
     IntegrityError,
+    JournalFailed,
     Overloaded,
     SetupError,
     StaleError,
@@ -45,6 +46,7 @@ def test_branches_of_the_tree_follow_what_the_caller_does_next() -> None:
         DeadlineExceeded: Unavailable,
         Overloaded: Unavailable,
         VersionMismatch: SetupError,
+        JournalFailed: SetupError,
     }
     for kind in EVERY:
         above = {branch for branch in branches if issubclass(kind, branch)}

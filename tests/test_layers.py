@@ -40,6 +40,8 @@ LAYERS = {
     "ucxkv.directory": "cores",
     "ucxkv.policy": "cores",
     "ucxkv.control": "control",
+    "ucxkv.journal": "journal",
+    "ucxkv.journal.pieces": "cores",
     "ucxkv.client": "client",
     "ucxkv.sequence": "client",
     "ucxkv.sync": "client",
@@ -64,10 +66,11 @@ BELOW = {
     "cores": {"values"},
     "link": {"cores", "values", "transport", "tiers"},  # what both shells need: dialling
     "control": {"cores", "values"},  # the control plane's engines
+    "journal": {"cores", "values"},  # the directory's log on disk
     "client": {"control", "link", "cores", "values", "transport", "tiers"},
-    "node": {"control", "link", "cores", "values", "transport", "tiers"},
+    "node": {"control", "journal", "link", "cores", "values", "transport", "tiers"},
     "peers": set(),  # another interpreter may run it
-    "cli": {"face", "client", "node", "control", "link", "cores", "values", "transport", "tiers", "peers"},
+    "cli": {"face", "client", "node", "control", "journal", "link", "cores", "values", "transport", "tiers", "peers"},
     "face": {"client", "node", "values", "cores"},
 }
 

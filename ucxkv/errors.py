@@ -12,6 +12,7 @@
       IntegrityError                 the bytes did not prove themselves; the entry is dropped
       SetupError                     an operator must act before it can work
         VersionMismatch              client and node speak different wire versions
+        JournalFailed                the node's log could not be written; it acknowledges nothing more
 
 A miss is never an error: reads answer it as a status. Messages name the fix. `key`, `node` and `epoch` are attributes
 where they are known and are appended to the text. Errors survive pickling, so they cross process borders whole."""
@@ -23,6 +24,7 @@ __all__ = [
     "DeadlineExceeded",
     "ForkError",
     "IntegrityError",
+    "JournalFailed",
     "Overloaded",
     "SetupError",
     "StaleError",
@@ -171,3 +173,10 @@ class SetupError(UcxKvError):
 
 class VersionMismatch(SetupError):
     """Client and node speak wire versions that do not overlap. Install the same ucxkv release on both."""
+
+
+class JournalFailed(SetupError):
+    """A write or sync of the journal failed, and what the disk holds is unknown: nothing more is acknowledged.
+
+    It lasts until the node is started again; a put that met it may be there afterwards or not.
+    """

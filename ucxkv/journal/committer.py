@@ -1,0 +1,121 @@
+"""Group commit: one frame on its way to the disk, everything that arrives meanwhile rides the next.
+
+    Appends reach the log in the order of their lsns, each whole in one frame. An lsn is reported only after the write
+    (and sync) of its frame and of all before it returned. After the first error nothing is written any more.
+
+The disk belongs to one thread, because a write may wait (a sync always does). The thread takes what is there, writes
+it, and tells the loop; while there is more it asks nobody. It is woken once for any number of appends, and the loop is
+woken once for any number of records. There is no window: waiting for more only made it slower (docs/decisions.md)."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ucxkv.journal.log import Log, frame_bytes
+
+__all__ = ["Append", "Commit", "Committer"]
+
+_FRAME_BYTES = 4 << 20  # a frame takes further appends up to here
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """Records lsn, lsn + 1, ... that stay together; nbytes: of them all."""
+
+    epoch: int
+    lsn: int
+    records: tuple[bytes, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A frame that is as durable as it should be. nbytes: of its records; disk_bytes: of the frame."""
+
+    last_lsn: int
+    records: int
+    nbytes: int
+    disk_bytes: int
+
+
+class Committer:
+    """Owns `log` in a thread of its own from `start` until `on_end` was called.
+
+    All callbacks come from that thread, or from the caller's inside of `put` when `is_inline`. on_end: None after
+    `stop`, else the error that ended it. on_switch: a new file was begun.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        *,
+        frame_bytes_max: int,
+        on_commit: Callable[[Commit], None],
+        on_switch: Callable[[], None],
+        on_end: Callable[[BaseException | None], None],
+    ) -> None:
+        self._log = log
+        self._frame_bytes_max = frame_bytes_max
+        self._on_commit, self._on_switch, self._on_end = on_commit, on_switch, on_end
+        self._pending: deque[Append] = deque()
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._is_asleep = False
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="ucxkv-journal", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def put(self, append: Append) -> None:
+        """Hand one over; its lsn follows the last one's."""
+        self._pending.append(append)
+        if self._is_asleep:
+            self._is_asleep = False
+            self._bell.put(None)
+
+    def stop(self) -> None:
+        """Write what was handed over, then end."""
+        self._is_stopping = True
+        self._bell.put(None)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                while self._pending:
+                    self.commit_next()
+                self._is_asleep = True
+                if self._pending:  # it came between the two looks
+                    self._is_asleep = False
+                elif self._is_stopping:
+                    break
+                else:
+                    self._bell.get()
+                    self._is_asleep = False
+        except BaseException as exc:
+            self._on_end(exc)
+        else:
+            self._on_end(None)
+
+    def commit_next(self) -> None:
+        """Write one frame of what is pending, which is not empty."""
+        pending = self._pending
+        first = pending.popleft()
+        records, nbytes = [*first.records], first.nbytes
+        while pending:
+            following = pending[0]
+            both = frame_bytes(len(records) + len(following.records), nbytes + following.nbytes)
+            if following.epoch != first.epoch or both > self._frame_bytes_max or both > _FRAME_BYTES:
+                break
+            pending.popleft()
+            records += following.records
+            nbytes += following.nbytes
+        begun = self._log.files_begun
+        disk_bytes = self._log.write(first.epoch, first.lsn, records)
+        self._on_commit(Commit(first.lsn + len(records) - 1, len(records), nbytes, disk_bytes))
+        if self._log.files_begun != begun:
+            self._on_switch()
