@@ -1,4 +1,5 @@
-/* Drives the slot table under sanitizers: against a plain model, over garbage, and with a writer and three reading threads.
+/* Drives the slot table under sanitizers: against a plain model, over garbage, with a writer and three reading threads,
+ * and with a node that is deposed again and again under its readers.
  *
  *   slots_check SEED ROUNDS
  *
@@ -300,6 +301,92 @@ static void check_torn(uint64_t seed, unsigned rounds) {
     close_table(&s.f);
 }
 
+/* A node whose lease ends, whose table then says what is no longer true, and which leads again under another epoch. Readers
+ * that attached under any epoch read on meanwhile: what they are told was true, or they are told nothing.
+ *
+ * True is that key 0 is there with an even generation. Twice in each round it is not: while the lease is over. */
+static uint64_t monotonic_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static void *lease_thread(void *arg) {
+    reader_state *me = arg;
+    uint8_t keys[16 * 4], found[4];
+    kv_slot copies[4];
+    kv_found one[4];
+    uint64_t value, size = me->s->f.size;
+    uint8_t *mem = me->s->f.mem;
+    kv_table t;
+    CHECK(!slots_attach(&t, mem, size));
+    for (unsigned i = 0; i < 4; i++) make_key(0, keys + 16 * i);
+    kv_resolver resolver = {&t, &me->s->region, 1};
+    while (!get32(&me->s->stop)) {
+        me->calls++;
+        uint64_t hits = slots_lookup(&t, 4, keys, copies, found);
+        CHECK(hits == SLOTS_UNSERVED || hits == 4);
+        for (unsigned i = 0; hits == 4 && i < 4; i++) CHECK(found[i] && copies[i].generation % 2 == 0);
+        uint64_t run = slots_match(&t, 4, keys), there = slots_exists(&t, 4, keys, found);
+        CHECK((run == SLOTS_UNSERVED || run == 4) && (there == SLOTS_UNSERVED || there == 4));
+        hits = slots_resolve(&resolver, 4, keys, one);
+        for (unsigned i = 0; i < 4; i++)
+            CHECK(hits == 4 ? one[i].status == KV_HIT && one[i].generation % 2 == 0 : one[i].status == KV_UNAVAILABLE);
+        int status = slots_read_one(&t, &me->s->region, 1, keys, (uint64_t)(uintptr_t)&value, 8, one);
+        CHECK(status == KV_UNAVAILABLE || (status == KV_HIT && one->generation % 2 == 0 && value == 7));
+        status = slots_view(&t, &me->s->region, 1, keys, one);
+        CHECK(status == KV_UNAVAILABLE || (status == KV_HIT && one->generation % 2 == 0));
+        me->hits += hits == 4;
+        if (slots_serving(&t) != OTHER_EPOCH) continue;
+        me->stale++;
+        if (me->stale % 2) slots_follow(&t);
+        else CHECK(!slots_attach(&t, mem, size));
+    }
+    return NULL;
+}
+
+static void check_lease(uint64_t seed, unsigned rounds) {
+    shared s = {.f = open_table(4, 1, seed), .seed = seed, .rounds = rounds};
+    uint64_t value = 7, hits = 0, calls = 0, epochs = 0;
+    s.region = (kv_region){(uint64_t)(uintptr_t)&value, 8};
+    pthread_t threads[3];
+    reader_state readers[3];
+    int32_t slot = put_one(&s.f, 0, 2, 0, 8, kvx_sum(&value, 8));
+    for (unsigned i = 0; i < 3; i++) {
+        readers[i] = (reader_state){.s = &s, .seed = seed + i};
+        CHECK(!pthread_create(&threads[i], NULL, lease_thread, &readers[i]));
+    }
+    for (unsigned round = 0; round < rounds * 200; round++) {
+        if (round % 2) { /* the lease ends by the clock, nobody stores anything */
+            uint64_t end = monotonic_ns() + next_random(&seed) % 20000;
+            slots_set_lease(&s.f.w, end);
+            while (monotonic_ns() < end) pause_cpu();
+        } else {
+            slots_set_lease(&s.f.w, next_random(&seed) % 2);
+        }
+        CHECK(slots_hide(&s.f.w, 1, &slot) == 1); /* not true: another node leads, and has it */
+        slot = put_one(&s.f, 0, 2 * round + 1, 0, 8, kvx_sum(&value, 8)); /* nor is this */
+        CHECK(slots_hide(&s.f.w, 1, &slot) == 1);
+        slot = put_one(&s.f, 0, 2 * round + 4, 0, 8, kvx_sum(&value, 8)); /* this node leads again */
+        CHECK(slots_set_epoch(&s.f.w, 10 + round) == 1);
+        slots_set_lease(&s.f.w, round % 3 ? SLOTS_FOREVER : monotonic_ns() + 1000000000u);
+        for (unsigned i = 0; i < next_random(&seed) % 2000; i++) pause_cpu();
+    }
+    slots_set_lease(&s.f.w, SLOTS_FOREVER);
+    for (unsigned i = 0; i < 1000000 && get32(&s.stop) == 0; i++) pause_cpu();
+    put32(&s.stop, 1);
+    for (unsigned i = 0; i < 3; i++) {
+        pthread_join(threads[i], NULL);
+        hits += readers[i].hits;
+        calls += readers[i].calls;
+        epochs += readers[i].stale;
+    }
+    printf("%u terms, %llu reads, %llu of them served, %llu epochs seen to change\n", rounds * 200, (unsigned long long)calls,
+           (unsigned long long)hits, (unsigned long long)epochs);
+    CHECK(calls && hits && epochs);
+    close_table(&s.f);
+}
+
 int main(int argc, char **argv) {
     uint64_t seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
     unsigned rounds = argc > 2 ? (unsigned)strtoul(argv[2], NULL, 10) : 100;
@@ -307,5 +394,6 @@ int main(int argc, char **argv) {
     check_garbage(seed, rounds);
     check_threads(seed, rounds);
     check_torn(seed, rounds);
+    check_lease(seed, rounds);
     return 0;
 }

@@ -6,9 +6,12 @@
  *   - a header is attached only if all it names lies in the mapping;
  *   - what a look-up reports has the key asked for, an odd version never, and its check holds;
  *   - a value is copied out only from a region, and HIT means that the sum of the bytes read is the slot's;
- *   - a cancelled read says so; the count of hits is the number of HITs; every call ends.
+ *   - a cancelled read says so; the count of hits is the number of HITs; every call ends;
+ *   - while the lease in the header is over, or its epoch another, nothing is answered.
+ * The clock stands still at NOW, so that an input says the same on any day.
  */
 #include <stdatomic.h>
+#include <time.h>
 
 #include "fuzz_input.h"
 
@@ -21,6 +24,10 @@ static uint32_t plain_32(const _Atomic uint32_t *at) { return atomic_load_explic
 #undef atomic_load_explicit
 #define atomic_load_explicit(at, order) \
     _Generic(*(at), uint64_t: load_64((const _Atomic uint64_t *)(at)), uint32_t: load_32((const _Atomic uint32_t *)(at)))
+
+#define NOW_S 1000
+static int still_clock(struct timespec *at) { return *at = (struct timespec){.tv_sec = NOW_S}, 0; }
+#define clock_gettime(which, at) still_clock(at)
 
 #include "slots.c"
 #include "slots_reader.c"
@@ -53,7 +60,10 @@ static void meddle(void) {
     uint64_t value = meddling.word >> 16;
     uint8_t *slots = table + SLOTS_HEADER + 64 * LINES;
     switch (meddling.word >> 12 & 3) {
-    case 0: memcpy(table + SLOTS_HEADER + value * 8 % (table_size - SLOTS_HEADER), &value, 8); break;
+    case 0:
+        if (value % 64 == 63) value <<= 30 + value % 7, memcpy(table + SLOTS_LEASE_OFF, &value, 8); /* before or after NOW */
+        else memcpy(table + SLOTS_HEADER + value * 8 % (table_size - SLOTS_HEADER), &value, 8);
+        break;
     case 1: slots[64 * (value % CAPACITY) + 60] += 2; break;
     case 2: slots[64 * (value % CAPACITY) + value / 32 % 64] ^= (uint8_t)(1u << (value & 7)); break;
     case 3: slots[64 * (value % CAPACITY) + 60] |= 1; break;
@@ -118,7 +128,7 @@ static void spoil(void) {
             entry = entry_of(hash_key(&t, keys + 16 * (fuzz_u8() % KEYS)), (uint32_t)fuzz_number());
             memcpy(table + SLOTS_HEADER + 8 * (fuzz_u8() % (8 * LINES)), &entry, 8);
         } else {
-            uint64_t at = how < 192 ? fuzz_u8() % 64 : how < 224 ? SLOTS_HEADER + fuzz_take(2) % (table_size - SLOTS_HEADER)
+            uint64_t at = how < 192 ? fuzz_u8() % 72 : how < 224 ? SLOTS_HEADER + fuzz_take(2) % (table_size - SLOTS_HEADER)
                                                                  : SLOTS_HEADER + 64 * LINES + fuzz_u8() * 4u;
             uint64_t value = fuzz_number();
             if (at + 8 <= table_size) memcpy(table + at, &value, how & 1 ? 8 : 1);
@@ -127,6 +137,15 @@ static void spoil(void) {
 }
 
 static kv_region regions[REGIONS + 1];
+
+/* Whether a call answered must be what the header says, unless that changed meanwhile. */
+static void check_served(const kv_table *t, int is_answered) {
+    uint64_t end;
+    uint32_t epoch;
+    memcpy(&end, table + SLOTS_LEASE_OFF, 8);
+    memcpy(&epoch, table + SLOTS_EPOCH_OFF, 4);
+    if (meddling.every == BOUND) CHECK(is_answered == (epoch == t->epoch && end > NOW_S * 1000000000ull));
+}
 
 /* A read into pieces that are exactly the caller's. */
 static void read_values(const kv_table *t, unsigned n, const uint8_t *wanted, const unsigned *numbers, unsigned how) {
@@ -149,9 +168,10 @@ static void read_values(const kv_table *t, unsigned n, const uint8_t *wanted, co
     }
     uint64_t said = slots_read(t, regions, REGIONS, n, wanted, first, iov, status, length, generation,
                                how & 32 ? &cancel : NULL);
+    if (!(how & 32 && cancel)) check_served(t, status[0] != KV_UNAVAILABLE);
     for (unsigned i = 0; i < n; i++) {
         hits += status[i] == KV_HIT;
-        CHECK(status[i] <= KV_CANCELLED && status[i] != KV_UNAVAILABLE);
+        CHECK(status[i] <= KV_CANCELLED);
         CHECK(status[i] != KV_CANCELLED || (how & 32 && cancel));
         if (how & 32 && cancel) CHECK(status[i] == KV_CANCELLED);
         uint64_t want = 0;
@@ -170,7 +190,7 @@ static void check_copy(const kv_table *t, const kv_slot *s, const uint8_t *key) 
 }
 
 static void check_found(const kv_found *f) {
-    CHECK(f->status == KV_HIT || f->status == KV_MISS || f->status == KV_UNMAPPED);
+    CHECK(f->status == KV_HIT || f->status == KV_MISS || f->status == KV_UNMAPPED || f->status == KV_UNAVAILABLE);
     if (f->status != KV_HIT) return;
     CHECK(f->region < REGIONS && f->addr >= regions[f->region].base);
     CHECK(f->addr - regions[f->region].base + f->length <= regions[f->region].size);
@@ -196,13 +216,19 @@ static void call(const kv_table *t) {
             hits += seen[i];
             if (seen[i]) check_copy(t, &copies[i], wanted + 16 * i);
         }
-        CHECK(hits == count);
+        CHECK(hits == count || count == SLOTS_UNSERVED);
+        check_served(t, count != SLOTS_UNSERVED);
         break;
-    case 1: CHECK(slots_match(t, n, wanted) <= n); break;
+    case 1:
+        count = slots_match(t, n, wanted);
+        CHECK(count <= n || count == SLOTS_UNSERVED);
+        check_served(t, count <= n);
+        break;
     case 2:
         count = slots_exists(t, n, wanted, seen);
         for (unsigned i = 0; i < n; i++) hits += seen[i];
-        CHECK(hits == count);
+        CHECK(hits == count || count == SLOTS_UNSERVED);
+        check_served(t, count != SLOTS_UNSERVED);
         break;
     case 3: case 4: case 5: read_values(t, n, wanted, numbers, fuzz_u8()); break;
     case 6:
@@ -213,12 +239,14 @@ static void call(const kv_table *t) {
     case 7:
         slots_view(t, regions, REGIONS, wanted, &one);
         check_found(&one);
+        check_served(t, one.status != KV_UNAVAILABLE);
         CHECK(slots_recheck(t, (uint32_t)fuzz_number(), fuzz_u8()) <= 1);
         break;
     case 8: {
         uint64_t want = numbers[0] % 5 ? numbers[0] * 8 : 0;
         uint8_t *into = malloc(want);
         int status = slots_read_into(t, regions, REGIONS, wanted, into, want);
+        check_served(t, status != KV_UNAVAILABLE);
         if (status == KV_HIT && meddling.left == 0 && meddling.every == BOUND) {
             CHECK(slots_view(t, regions, REGIONS, wanted, &one) == KV_HIT && kvx_sum(into, want) == one.sum);
         }
@@ -229,7 +257,7 @@ static void call(const kv_table *t) {
     case 9: {
         uint64_t cursor = fuzz_number();
         uint64_t at = slots_scan(t, cursor, n, copies, &count);
-        CHECK(count <= n && (at <= t->capacity || at == cursor));
+        CHECK(count <= n && (at <= t->capacity || at == cursor || at == SLOTS_UNSERVED));
         for (uint64_t i = 0; i < count; i++) CHECK(copies[i].state == SLOT_VISIBLE && !(copies[i].flags[0] & SLOTS_PART));
         break;
     }

@@ -7,15 +7,18 @@ from ucxkv.directory.core import Directory, Limits, Stats
 from ucxkv.directory.events import DeleteStatus, LeaseStatus
 from ucxkv.directory.records import MAX_PARTS, part_key
 from ucxkv.directory.slots import (
+    FOREVER,
     KEY_BYTES,
     ROOT_KEY,
     SLOT_DTYPE,
     CancelFlag,
     Found,
+    NotServed,
     PutStatus,
     ReadResult,
     ReadStatus,
     Records,
+    Serving,
     SlotReader,
     SlotTable,
     SlotTableError,
@@ -23,6 +26,7 @@ from ucxkv.directory.slots import (
 )
 
 __all__ = [
+    "FOREVER",
     "KEY_BYTES",
     "MAX_PARTS",
     "ROOT_KEY",
@@ -33,10 +37,12 @@ __all__ = [
     "Found",
     "LeaseStatus",
     "Limits",
+    "NotServed",
     "PutStatus",
     "ReadResult",
     "ReadStatus",
     "Records",
+    "Serving",
     "SlotReader",
     "SlotTable",
     "SlotTableError",

@@ -14,9 +14,9 @@ int slots_format(void *mem, uint64_t size, uint64_t capacity, uint64_t lines, ui
     if (!capacity || capacity >= 0x7fffffff || lines >= 0x7fffffff) return -1;
     if (!lines) lines = slots_default_lines(capacity);
     if ((uintptr_t)mem % 64 || size < slots_bytes(capacity, lines)) return -1;
-    uint64_t head[8] = {SLOTS_MAGIC, SLOTS_FORMAT | (uint64_t)epoch << 32, capacity, lines, SLOTS_HEADER,
-                        SLOTS_HEADER + 64 * lines, size, seed};
-    for (unsigned i = 8; i-- > 0;) put64((uint8_t *)mem + 8 * i, head[i]); /* the magic comes last */
+    uint64_t head[9] = {SLOTS_MAGIC, SLOTS_FORMAT | (uint64_t)epoch << 32, capacity, lines, SLOTS_HEADER,
+                        SLOTS_HEADER + 64 * lines, size, seed, SLOTS_FOREVER};
+    for (unsigned i = 9; i-- > 0;) put64((uint8_t *)mem + 8 * i, head[i]); /* the magic comes last */
     return 0;
 }
 
@@ -37,9 +37,19 @@ int slots_attach(kv_table *t, void *mem, uint64_t size) {
 
 /* Makes *t a table with nothing in it, so that a search through it after its mapping is gone is a miss. */
 void slots_detach(kv_table *t) {
-    static _Alignas(64) uint8_t empty[128];
-    *t = (kv_table){.mem = empty, .size = sizeof empty, .capacity = 1, .lines = 1, .slots_off = 64, .epoch = t->epoch};
+    static _Alignas(64) const uint64_t empty[32] = {[SLOTS_LEASE_OFF / 8] = SLOTS_FOREVER}; /* two lines of header */
+    *t = (kv_table){.mem = (uint8_t *)(uintptr_t)empty, .size = sizeof empty, .capacity = 1, .lines = 1, .lines_off = 128,
+                    .slots_off = 192};
 }
+
+/* SERVED, LEASE_OVER or OTHER_EPOCH at this moment. */
+int slots_serving(const kv_table *t) { return serving(t); }
+
+/* From now on this reader trusts the table's present epoch. Other threads may be reading through *t. */
+void slots_follow(kv_table *t) { put32(&t->epoch, get32(t->mem + SLOTS_EPOCH_OFF)); }
+
+/* Lets readers answer until this moment of CLOCK_MONOTONIC; SLOTS_FOREVER: without end, 0: not at all. */
+void slots_set_lease(kv_writer *w, uint64_t until_ns) { put64(w->t.mem + SLOTS_LEASE_OFF, until_ns); }
 
 /* Takes the writer's seat on a freshly formatted table. */
 int slots_writer_open(kv_writer *w, void *mem, uint64_t size, void *next) {
@@ -227,8 +237,29 @@ uint64_t slots_hide(kv_writer *w, uint64_t n, const void *idx) {
     return done;
 }
 
+/* Goes over to another epoch: what is visible stays so under it, slots of any other epoch are never trusted again. Ends the
+ * lease, since readers of either epoch would miss blocks while it runs; readers of the old one are not served from then on.
+ * The lease goes first and the header's epoch last, so whoever sees a later lease sees that epoch, and whoever attaches or
+ * follows under it finds every block. Returns how many slots went over. */
+uint64_t slots_set_epoch(kv_writer *w, uint32_t epoch) {
+    uint64_t moved = 0;
+    slots_set_lease(w, 0);
+    for (uint32_t slot = 0; slot < w->fresh; slot++) {
+        kv_slot copy;
+        if (!slot_copy(&w->t, slot, &copy) || copy.state != SLOT_VISIBLE || copy.epoch != w->t.epoch) continue;
+        if (copy.check != slot_check(&copy)) continue;
+        copy.epoch = epoch;
+        copy.check = slot_check(&copy);
+        slot_write(&w->t, slot, &copy);
+        moved++;
+    }
+    w->t.epoch = epoch;
+    put32(w->t.mem + SLOTS_EPOCH_OFF, epoch);
+    return moved;
+}
+
 /* Copies up to n visible slots from slot number `cursor` on to out, *found of them; derived slots are left out. Returns the
- * next cursor, or the table's capacity at its end. Looks at 64 n + 1024 slots at most, so a call's work is bounded. */
+ * next cursor, or the table's capacity at its end; SLOTS_UNSERVED when the table is not served. Looks at 64 n + 1024 slots at most, so a call's work is bounded. */
 uint64_t slots_scan(const kv_table *t, uint64_t cursor, uint64_t n, void *out, uint64_t *found) {
     kv_slot *o = out;
     uint64_t at = cursor, m = 0, stop = cursor + 64 * n + 1024;
@@ -239,5 +270,6 @@ uint64_t slots_scan(const kv_table *t, uint64_t cursor, uint64_t n, void *out, u
         o[m++] = copy;
     }
     *found = m;
+    if (serving(t) != SERVED) return SLOTS_UNSERVED;
     return at < t->capacity ? at : t->capacity;
 }

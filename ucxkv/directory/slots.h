@@ -6,11 +6,12 @@
  *   - A slot handed to a caller is one that was published whole: its version was even and unchanged around the copy, its
  *     check and its epoch hold.
  *   - A slot number is stable as long as its block is visible.
+ *   - A reader answers only while the table is served: its node's lease runs and its epoch is the one the reader knows.
  *   - A table whose bytes are garbage yields misses, never an access outside the mapping and never an endless loop.
  *
  * Bytes (little endian)
  *   page 0   off 0 magic u64 | 8 format u32 | 12 epoch u32 | 16 capacity u64 | 24 lines u64 | 32 lines_off u64
- *            | 40 slots_off u64 | 48 size u64 | 56 seed u64
+ *            | 40 slots_off u64 | 48 size u64 | 56 seed u64 | 64 lease_end_ns u64
  *   lines    64 bytes each: 7 entries u64 (tag in the high 32 bits, slot number + 1 in the low 32; 0 = empty), then a
  *            control word u64: how many entries were pushed past this line because it was full
  *   slots    64 bytes each: struct kv_slot
@@ -21,6 +22,9 @@
  * Ordering: a slot's words are stored with release and loaded with acquire, between two stores of an odd and an even version.
  * Loading a word of a later writing therefore makes that writing's odd version visible to the second version load. No
  * fences, so ThreadSanitizer sees it all; on x86-64 every one of these is a plain move.
+ *
+ * Lease: lease_end_ns is on CLOCK_MONOTONIC; SLOTS_FOREVER = no lease, always served (so a fresh table), 0 = not served. The
+ * writer alone sets it. How readers use it stands at the top of slots_reader.c.
  * Source: Boehm, "Can seqlocks get along with programming language memory models?", MSPC 2012.
  */
 #ifndef UCXKV_SLOTS_H
@@ -30,13 +34,18 @@
 #include <stdint.h>
 
 #define SLOTS_MAGIC 0x31544f4c53564b55ULL /* "UKVSLOT1" as bytes U K V S L O T 1 */
-#define SLOTS_FORMAT 1u
+#define SLOTS_FORMAT 2u
 #define SLOTS_HEADER 4096u
 #define SLOTS_NONE 0xffffffffu
+#define SLOTS_EPOCH_OFF 12u
+#define SLOTS_LEASE_OFF 64u /* a cache line of its own: it is stored anew with every renewal */
+#define SLOTS_FOREVER UINT64_MAX
+#define SLOTS_UNSERVED UINT64_MAX /* in place of a count: the table is not served now, nothing was answered */
 #define SLOTS_PROBES 256u /* lines a search visits at most; an insertion that would need more is refused */
 #define SLOTS_PART 1u     /* flags[0]: a derived slot, part p >= 1 of a block; nobody's parent, never listed */
 
 enum { SLOT_FREE = 0, SLOT_VISIBLE = 1 };
+enum { SERVED, LEASE_OVER, OTHER_EPOCH };
 enum { KV_HIT, KV_MISS, KV_SIZE, KV_CORRUPT, KV_UNMAPPED, KV_STALE, KV_UNAVAILABLE, KV_CANCELLED };
 enum { PUT_STORED, PUT_ALREADY, PUT_ORDER, PUT_BUSY, PUT_NO_SPACE, PUT_SEALED, PUT_REFUSED };
 
@@ -57,7 +66,7 @@ typedef struct {
 typedef struct {
     uint8_t *mem;
     uint64_t size, capacity, lines, lines_off, slots_off, seed;
-    uint32_t epoch;
+    uint32_t epoch; /* the one that is served; changed only by slots_follow and slots_set_epoch */
 } kv_table;
 
 /* The writer's private state. next[capacity] belongs to the caller: a free slot's entry is the free list, a used slot's is
@@ -90,6 +99,10 @@ uint64_t slots_bytes(uint64_t capacity, uint64_t lines);
 int slots_format(void *mem, uint64_t size, uint64_t capacity, uint64_t lines, uint32_t epoch, uint64_t seed);
 int slots_attach(kv_table *t, void *mem, uint64_t size);
 void slots_detach(kv_table *t);
+int slots_serving(const kv_table *t);
+void slots_follow(kv_table *t);
+void slots_set_lease(kv_writer *w, uint64_t until_ns);
+uint64_t slots_set_epoch(kv_writer *w, uint32_t epoch);
 int slots_writer_open(kv_writer *w, void *mem, uint64_t size, void *next);
 void slots_find(const kv_table *t, uint64_t n, const void *keys, void *idx);
 uint64_t slots_publish(kv_writer *w, uint64_t n, const void *recs, void *idx);

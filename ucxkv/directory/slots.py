@@ -4,6 +4,8 @@ Invariants (kept in slots.h / slots.c; this module is their Python face):
   - One writer, the shard's leader: `SlotTable`. Any number of readers, also in other processes: `SlotReader`.
   - Only visible blocks are in the table; a slot that is found was published whole, under the table's epoch.
   - A slot number is stable while its block is visible.
+  - Readers answer only while the table is served: the lease that the leader set runs, and the epoch is the one the
+    reader knows. Checked after the last load of each call; else the answer is UNAVAILABLE, or NotServed is raised.
   - `SlotReader.read` says HIT only for bytes whose xxh3 sum is the one committed with them.
   - A table of garbage gives misses, never a crash.
 
@@ -23,162 +25,88 @@ flags[0] is the directory's own (bit 0: a derived slot, part p >= 1 of a block),
 
 from __future__ import annotations
 
-import enum
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from mmap import mmap
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+
+from ucxkv.directory.slot_values import (
+    FOREVER,
+    HEADER_BYTES,
+    I32,
+    KEY_BYTES,
+    LINE_ENTRIES,
+    NONE,
+    PART_FLAG,
+    ROOT_KEY,
+    SLOT_BYTES,
+    SLOT_DTYPE,
+    U8,
+    U32,
+    U64,
+    Buffer,
+    CancelFlag,
+    Found,
+    NotServed,
+    PutStatus,
+    ReadResult,
+    ReadStatus,
+    Records,
+    Serving,
+    SlotTableError,
+    as_memory,
+    count_keys,
+    default_lines,
+    lease_word,
+    not_served,
+    slots_offset,
+    table_bytes,
+)
 
 try:
     _slots: Any = importlib.import_module("ucxkv.directory._slots")
 except ImportError:  # not built: slots_twin serves
     _slots = None
 
-Buffer: TypeAlias = bytes | bytearray | memoryview | mmap | np.ndarray[Any, np.dtype[Any]]
-U8 = npt.NDArray[np.uint8]
-I32 = npt.NDArray[np.int32]
-U32 = npt.NDArray[np.uint32]
-U64 = npt.NDArray[np.uint64]
-Records = npt.NDArray[np.void]
-
-KEY_BYTES = 16
-ROOT_KEY = bytes(KEY_BYTES)
-SLOT_BYTES = 64
-HEADER_BYTES = 4096
-LINE_ENTRIES = 7
-NONE = 0xFFFFFFFF
-PART_FLAG = 1
-
-SLOT_DTYPE = np.dtype(
-    [
-        ("key", "V16"),
-        ("generation", "<u8"),
-        ("epoch", "<u4"),
-        ("state", "u1"),
-        ("parts", "u1"),
-        ("region", "<u2"),
-        ("offset", "<u8"),
-        ("length", "<u4"),
-        ("tier", "u1"),
-        ("flags", "u1", (3,)),
-        ("sum", "<u8"),
-        ("check", "<u4"),
-        ("version", "<u4"),
-    ]
-)
-assert SLOT_DTYPE.itemsize == SLOT_BYTES
-
-
-class ReadStatus(enum.IntEnum):
-    """What became of one key of a read."""
-
-    HIT = 0
-    MISS = 1
-    SIZE = 2  # the stored length differs from the destination's
-    CORRUPT = 3  # the sum differs and the slot did not change
-    UNMAPPED = 4  # the region is not mapped here
-    STALE = 5  # kept changing under the read
-    UNAVAILABLE = 6  # the node is gone
-    CANCELLED = 7
-
-
-class PutStatus(enum.IntEnum):
-    """What became of one block of a put."""
-
-    STORED = 0
-    ALREADY = 1  # visible before; the first writer wins
-    ORDER = 2  # the parent is not visible, nor (for one of several parts) being written by the same put
-    BUSY = 3  # another put of this key is in progress
-    NO_SPACE = 4  # the slot table is full
-    SEALED = 5  # this part is in; others are missing, or the parent is not visible yet
-    REFUSED = 6  # the key is reserved: all zero, or that of another block's part
-    UNAVAILABLE = 7  # the client's word: its node is gone or did not answer in time; the put may still have happened
-
-
-class SlotTableError(ValueError):
-    """The memory is no slot table, or too small for the one asked for. Format a fresh one, or map all of it."""
-
-
-class Found(NamedTuple):
-    """Where one key's value lies: `address` in this process's mapping (0: not known), its xxh3 `sum`, its slot."""
-
-    status: ReadStatus
-    address: int
-    length: int
-    sum: int
-    generation: int
-    slot: int
-    region: int
-    tier: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReadResult:
-    """Of n keys: `status` u8[n] (ReadStatus), stored `length` u64[n] and `generation` u64[n] (0 on a miss), `hits`."""
-
-    status: U8
-    length: U64
-    generation: U64
-    hits: int
-
-
-class CancelFlag:
-    """Makes a running `SlotReader.read` of another thread stop within 256 KiB."""
-
-    __slots__ = ("_cell",)
-
-    def __init__(self) -> None:
-        self._cell: npt.NDArray[np.int32] = np.zeros(1, np.int32)
-
-    def set(self) -> None:
-        """Ask for the stop."""
-        self._cell[0] = 1
-
-    def is_set(self) -> bool:
-        """Whether the stop was asked for."""
-        return bool(self._cell[0])
-
-    @property
-    def cell(self) -> npt.NDArray[np.int32]:
-        """The int32[1] that the C code looks at."""
-        return self._cell
-
-
-def default_lines(capacity: int) -> int:
-    """Index lines for `capacity` slots at a load of 0.8."""
-    return (capacity * 10 + 55) // 56
-
-
-def table_bytes(capacity: int, lines: int = 0) -> int:
-    """Bytes of memory that a table of `capacity` slots takes (`lines` 0: the default number of index lines)."""
-    return HEADER_BYTES + SLOT_BYTES * ((lines or default_lines(capacity)) + capacity)
-
-
-def slots_offset(lines: int) -> int:
-    """Where the slots begin in the table's memory."""
-    return HEADER_BYTES + SLOT_BYTES * lines
-
-
-def as_memory(buffer: Buffer) -> memoryview:
-    """The bytes of a buffer, flat."""
-    return memoryview(cast(bytes, buffer)).cast("B")
+__all__ = [
+    "FOREVER",
+    "HEADER_BYTES",
+    "I32",
+    "KEY_BYTES",
+    "LINE_ENTRIES",
+    "NONE",
+    "PART_FLAG",
+    "ROOT_KEY",
+    "SLOT_BYTES",
+    "SLOT_DTYPE",
+    "U8",
+    "U32",
+    "U64",
+    "Buffer",
+    "CancelFlag",
+    "Found",
+    "NotServed",
+    "PutStatus",
+    "ReadResult",
+    "ReadStatus",
+    "Records",
+    "Serving",
+    "SlotReader",
+    "SlotTable",
+    "SlotTableError",
+    "as_memory",
+    "count_keys",
+    "default_lines",
+    "is_native",
+    "slots_offset",
+    "table_bytes",
+]
 
 
 def _hold(memory: Buffer) -> U8:
     """The memory as an array. Held by cffi in place of a memoryview, whose release from a garbage cycle crashes."""
     return np.frombuffer(memory, np.uint8)
-
-
-def count_keys(keys: Buffer) -> int:
-    """How many 16-byte keys these bytes are; raises ValueError when it isn't a whole number."""
-    nbytes = len(keys) if type(keys) is bytes else as_memory(keys).nbytes
-    if nbytes % KEY_BYTES:
-        raise ValueError(f"{nbytes} bytes of keys is not a multiple of {KEY_BYTES}")
-    return nbytes // KEY_BYTES
 
 
 def is_native() -> bool:
@@ -206,7 +134,7 @@ class SlotTable:
     memory: zeroed, writable, 64-byte aligned, at least `table_bytes(capacity, lines)` long; kept referenced.
     seed: mixed into the index hash; take a random one where clients may choose their keys.
     links: u32[capacity], where the free list lives; the entries of slots in use are the caller's. Made here when None.
-    Not thread-safe; readers are.
+    Not thread-safe; readers are. Its own methods do not look at the lease: that is for the caller to do.
     """
 
     def __init__(
@@ -249,6 +177,28 @@ class SlotTable:
     def reader(self) -> SlotReader:
         """A reader on the same memory."""
         return SlotReader(self.memory)
+
+    @property
+    def lease_end_ns(self) -> int:
+        """Until when readers answer, on CLOCK_MONOTONIC (`time.monotonic_ns`); FOREVER: no end, 0: not now."""
+        return as_memory(self.memory)[_LEASE : _LEASE + 8].cast("Q")[0]
+
+    def set_lease(self, until_ns: int) -> None:
+        """Let readers answer until this moment and not after it.
+
+        Set it again under one epoch only while nobody else may have led in between; else `set_epoch` first.
+        """
+        self._lib.slots_set_lease(self._writer, lease_word(until_ns))
+
+    def set_epoch(self, epoch: int) -> int:
+        """Go over to a new epoch with all that is visible, and end the lease; returns how many slots went over.
+
+        Readers of the old epoch are not served again until they attach anew or follow. Hide before it what the new
+        epoch shall not have. Takes a memory access a slot.
+        """
+        moved = int(self._lib.slots_set_epoch(self._writer, epoch))
+        self.epoch = epoch
+        return moved
 
     def find(self, keys: Buffer) -> I32:
         """Slot numbers of the keys, -1 where not visible; int32[n]."""
@@ -349,8 +299,20 @@ class SlotReader:
 
     @property
     def epoch(self) -> int:
-        """The epoch under which the table was formatted."""
+        """The epoch that is served: the table's when the reader attached or followed last."""
         return int(self._table.epoch)
+
+    @property
+    def serving(self) -> Serving:
+        """Whether this reader may answer at this moment."""
+        return Serving(self._lib.slots_serving(self._table))
+
+    def follow(self) -> None:
+        """Trust the table's present epoch from now on: for the node itself, which made it."""
+        self._lib.slots_follow(self._table)
+
+    def _refuse(self) -> NotServed:
+        return not_served(self.epoch, self.serving)
 
     def map_region(self, region: int, address: int, size_bytes: int) -> None:
         """Say where a region lies in this process; the caller keeps the mapping alive while reads may use it."""
@@ -367,35 +329,46 @@ class SlotReader:
         return int(self._lib.slots_resolve_address()), int(_slots.ffi.cast("uintptr_t", self._resolver))
 
     def lookup(self, keys: Buffer) -> tuple[Records, U8]:
-        """Copies of the keys' slots: (SLOT_DTYPE[n], zeroed where not found; found u8[n])."""
+        """Copies of the keys' slots: (SLOT_DTYPE[n], zeroed where not found; found u8[n]). Raises NotServed."""
         n = count_keys(keys)
         records, found = np.empty(n, SLOT_DTYPE), np.empty(n, np.uint8)
         buffer = _slots.ffi.from_buffer
-        self._lib.slots_lookup(self._table, n, _address(keys), buffer(records), buffer(found))
+        if self._lib.slots_lookup(self._table, n, _address(keys), buffer(records), buffer(found)) == _UNSERVED:
+            raise self._refuse()
         return records, found
 
     def match(self, keys: Buffer) -> int:
-        """How many keys from the first on are visible without a gap."""
-        return int(self._lib.slots_match(self._table, count_keys(keys), _address(keys)))
+        """How many keys from the first on are visible without a gap. Raises NotServed."""
+        run = int(self._lib.slots_match(self._table, count_keys(keys), _address(keys)))
+        if run == _UNSERVED:
+            raise self._refuse()
+        return run
 
     def exists(self, keys: Buffer) -> U8:
-        """1 where a key is visible; u8[n]."""
+        """1 where a key is visible; u8[n]. Raises NotServed."""
         n = count_keys(keys)
         out = np.empty(n, np.uint8)
-        self._lib.slots_exists(self._table, n, _address(keys), _slots.ffi.from_buffer(out))
+        if self._lib.slots_exists(self._table, n, _address(keys), _slots.ffi.from_buffer(out)) == _UNSERVED:
+            raise self._refuse()
         return out
 
     def contains(self, key: bytes) -> bool:
         """Whether one key, exactly 16 bytes (unchecked), is visible: `exists` at a fraction of its cost."""
-        return bool(self._lib.slots_match(self._table, 1, key))
+        run = self._lib.slots_match(self._table, 1, key)
+        if run == _UNSERVED:
+            raise self._refuse()
+        return bool(run)
 
     def scan(self, cursor: int, limit: int) -> tuple[int, Records]:
         """Up to `limit` visible blocks from slot number `cursor` on: (next cursor, SLOT_DTYPE[m]).
 
-        The end is reached when the next cursor is `capacity`; a page before it may be empty. No derived slots.
+        The end is reached when the next cursor is `capacity`; a page before it may be empty. No derived slots. Raises
+        NotServed.
         """
         out, found = np.empty(limit, SLOT_DTYPE), _slots.ffi.new("uint64_t *")
         at = self._lib.slots_scan(self._table, cursor, limit, _slots.ffi.from_buffer(out), found)
+        if at == _UNSERVED:
+            raise self._refuse()
         return int(at), out[: found[0]]
 
     def read(self, keys: Buffer, first: U32, iov: U64, cancel: CancelFlag | None = None) -> ReadResult:
@@ -403,7 +376,8 @@ class SlotReader:
 
         first: u32[n + 1], ascending; key i's value goes over the pieces iov[first[i]:first[i + 1]], in order.
         iov: u64[m, 2] of (address, length); valid and writable until this returns. The GIL is released meanwhile.
-        Only pieces of keys whose status is HIT hold a value; the bytes of the others are undefined.
+        Only pieces of keys whose status is HIT hold a value; the bytes of the others are undefined. A table that is not
+        served in the end makes all of them UNAVAILABLE, whatever was copied.
         """
         n, buffer = count_keys(keys), _slots.ffi.from_buffer
         if first.nbytes != 4 * (n + 1) or 16 * int(first[n]) > iov.nbytes:
@@ -447,11 +421,13 @@ class SlotReader:
         return _found(out)
 
     def recheck(self, slot: int, generation: int) -> bool:
-        """Whether this slot is visible with this generation right now."""
+        """Whether this slot is visible with this generation right now, in a table that is served."""
         return 0 <= slot <= NONE and bool(self._lib.slots_recheck(self._table, slot, generation))
 
 
 _READ_STATUS = tuple(ReadStatus)
+_UNSERVED = FOREVER  # what C returns in place of a count
+_LEASE = 64
 
 
 def _one_key(key: Buffer) -> Any:

@@ -4,6 +4,7 @@
 
 #include <stdatomic.h>
 #include <string.h>
+#include <time.h>
 #ifdef __SSE2__
 #include <emmintrin.h>
 #include <xmmintrin.h>
@@ -38,6 +39,25 @@ static inline void value_fence(void) {
 #ifndef __SANITIZE_THREAD__
     atomic_thread_fence(memory_order_seq_cst);
 #endif
+}
+
+/* Whether what was read of the table before this call may be answered; see the top of slots_reader.c for the order. */
+static inline int serving(const kv_table *t) {
+#ifndef __SANITIZE_THREAD__
+    atomic_thread_fence(memory_order_acquire);
+#endif
+    uint64_t end = get64(t->mem + SLOTS_LEASE_OFF);
+    if (get32(t->mem + SLOTS_EPOCH_OFF) != t->epoch) return OTHER_EPOCH;
+    if (end == SLOTS_FOREVER) return SERVED;
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec < end ? SERVED : LEASE_OVER;
+}
+
+/* A copy of *t whose epoch stays as it is when slots_follow runs in another thread. */
+static inline kv_table table_now(const kv_table *t) {
+    return (kv_table){.mem = t->mem, .size = t->size, .capacity = t->capacity, .lines = t->lines, .lines_off = t->lines_off,
+                      .slots_off = t->slots_off, .seed = t->seed, .epoch = get32(&t->epoch)};
 }
 
 static inline void pause_cpu(void) {

@@ -1,10 +1,27 @@
-/* The slot table's reader side: look-ups, and values copied out of mapped segments; the promises are in slots.h. */
+/* The slot table's reader side: look-ups, and values copied out of mapped segments; the promises are in slots.h.
+ *
+ * Why no answer is stale. A node may be deposed, or frozen by its machine, while its memory can still be read, and another
+ * node may by then have decided otherwise. So each call here ends with serving(): what was read is answered only if, after
+ * the last load of the table and of the values, the lease still runs and the epoch is the reader's. In this order:
+ *
+ *   1. slots and values are loaded;
+ *   2. an acquire fence, then lease_end_ns, then the header's epoch (each an acquire load);
+ *   3. the clock, which the kernel's vDSO reads in program order (lfence or rdtscp, isb on Arm): not before the loads.
+ *
+ * If the clock in (3) is before the end in (2), then so was the moment of every load in (1): the node was the leader at that
+ * moment, which lies within the call, and what the answer says was true then (I7). A clock read first would prove nothing: a
+ * reader that sleeps between clock and loads would answer from whatever it finds when it wakes. That a caller sleeps after
+ * (3) does no harm. Where the lease is set again under one epoch, nobody else has led in between, so the table was right all
+ * along; where somebody may have, the writer goes over to a new epoch, and (2) sees it if it sees the new lease.
+ * Readers and writer share CLOCK_MONOTONIC: one machine, one time namespace. It stands still while a machine is suspended.
+ */
 #include "slots_atomic.h"
 
 #define READ_TRIES 8u               /* how often one key's value is read again because its slot changed under the copy */
 #define CANCEL_STEP (256u * 1024u) /* bytes copied between two looks at *cancel */
 
-/* Whole copies of the slots of the keys found: out[i], found[i] = 1, else found[i] = 0 and out[i] zeroed. Returns the hits. */
+/* Whole copies of the slots of the keys found: out[i], found[i] = 1, else found[i] = 0 and out[i] zeroed. Returns the hits, or
+ * SLOTS_UNSERVED; then out and found mean nothing. */
 uint64_t slots_lookup(const kv_table *t, uint64_t n, const void *keys, void *out, void *found) {
     const uint8_t *k = keys;
     kv_slot *o = out;
@@ -23,12 +40,10 @@ uint64_t slots_lookup(const kv_table *t, uint64_t n, const void *keys, void *out
             else memset(&o[at + i], 0, sizeof copy);
         }
     }
-    return hits;
+    return serving(t) == SERVED ? hits : SLOTS_UNSERVED;
 }
 
-/* How many keys from the first on are visible, up to the first that is not. Looks at one batch at a time. */
-uint64_t slots_match(const kv_table *t, uint64_t n, const void *keys) {
-    const uint8_t *k = keys;
+static uint64_t match(const kv_table *t, uint64_t n, const uint8_t *k) {
     batch b;
     kv_slot copy;
     for (uint64_t at = 0; at < n; at += BATCH) {
@@ -40,7 +55,13 @@ uint64_t slots_match(const kv_table *t, uint64_t n, const void *keys) {
     return n;
 }
 
-/* out[i] = 1 where keys[i] is visible. Returns how many are. */
+/* How many keys from the first on are visible, up to the first that is not, or SLOTS_UNSERVED. Looks at one batch at a time. */
+uint64_t slots_match(const kv_table *t, uint64_t n, const void *keys) {
+    uint64_t run = match(t, n, keys);
+    return serving(t) == SERVED ? run : SLOTS_UNSERVED;
+}
+
+/* out[i] = 1 where keys[i] is visible. Returns how many are, or SLOTS_UNSERVED. */
 uint64_t slots_exists(const kv_table *t, uint64_t n, const void *keys, void *out) {
     const uint8_t *k = keys;
     uint8_t *o = out;
@@ -55,7 +76,7 @@ uint64_t slots_exists(const kv_table *t, uint64_t n, const void *keys, void *out
             hits += o[at + i];
         }
     }
-    return hits;
+    return serving(t) == SERVED ? hits : SLOTS_UNSERVED;
 }
 
 /* Where a slot's value lies here, or NULL when its region is not mapped or the extent does not lie within it. */
@@ -118,7 +139,8 @@ static uint8_t read_key(const kv_table *t, const kv_region *regions, uint64_t n_
 /* Reads n values into the caller's memory. Key i's value goes over the pieces iov[first[i]] .. iov[first[i + 1] - 1], in
  * order; their lengths must sum up to the stored length. Only a piece whose status is HIT holds a value; the others' bytes
  * are undefined. Out: status[i], length[i] = the stored length and generation[i], 0 on a miss. Returns the hits. *cancel (may
- * be NULL) is looked at between keys and every 256 KiB; once it is not 0 the rest is CANCELLED and nothing is written. */
+ * be NULL) is looked at between keys and every 256 KiB; once it is not 0 the rest is CANCELLED and nothing is written. When the
+ * table is not served in the end, all that is not CANCELLED is UNAVAILABLE. */
 uint64_t slots_read(const kv_table *t, const void *regions, uint64_t n_regions, uint64_t n, const void *keys, const void *first,
                     const void *iov, void *status, void *length, void *generation, volatile int32_t *cancel) {
     const uint8_t *k = keys;
@@ -140,12 +162,22 @@ uint64_t slots_read(const kv_table *t, const void *regions, uint64_t n_regions, 
         gen[i] = slot.generation;
         hits += st[i] == KV_HIT;
     }
-    return hits;
+    if (serving(t) == SERVED) return hits;
+    for (uint64_t i = 0; i < n; i++) {
+        if (st[i] != KV_CANCELLED) st[i] = KV_UNAVAILABLE;
+        len[i] = gen[i] = 0;
+    }
+    return 0;
 }
 
 static void found_fill(kv_found *out, const kv_slot *s, uint32_t number, uint8_t status, const uint8_t *addr) {
     *out = (kv_found){.addr = (uint64_t)(uintptr_t)addr, .length = s->length, .sum = s->sum, .generation = s->generation,
                       .slot = number, .region = s->region, .status = status, .tier = s->tier};
+}
+
+static uint8_t unserved(kv_found *out) {
+    *out = (kv_found){.slot = SLOTS_NONE, .status = KV_UNAVAILABLE};
+    return KV_UNAVAILABLE;
 }
 
 /* slots_read for one key with one piece, without arrays; the status, and in *out what is known of the slot (addr = 0). */
@@ -155,6 +187,7 @@ int slots_read_one(const kv_table *t, const void *regions, uint64_t n_regions, c
     kv_slot slot;
     uint32_t number;
     uint8_t status = read_key(t, regions, n_regions, key, hash_key(t, key), &iov, 1, len, NULL, &slot, &number);
+    if (serving(t) != SERVED) return unserved(out);
     found_fill(out, &slot, number, status, NULL);
     return status;
 }
@@ -179,31 +212,36 @@ static uint8_t locate(const kv_region *regions, uint64_t n_regions, uint32_t num
 /* Where one key's value lies in this process's mapping. The bytes stay put only while the caller holds a lease on it. */
 int slots_view(const kv_table *t, const void *regions, uint64_t n_regions, const void *key, kv_found *out) {
     kv_slot slot;
-    return locate(regions, n_regions, search(t, key, hash_key(t, key), &slot), &slot, out);
+    uint8_t status = locate(regions, n_regions, search(t, key, hash_key(t, key), &slot), &slot, out);
+    return serving(t) == SERVED ? status : unserved(out);
 }
 
-/* Locates n keys; a kv_resolve_fn with a kv_resolver as context. Returns the hits. */
+/* Locates n keys; a kv_resolve_fn with a kv_resolver as context. Returns the hits; all are UNAVAILABLE when the table is not
+ * served. */
 size_t slots_resolve(void *ctx, size_t n, const uint8_t *keys, kv_found *out) {
     const kv_resolver *r = ctx;
+    kv_table t = table_now(r->table);
     size_t hits = 0;
     batch b;
     for (size_t at = 0; at < n; at += BATCH) {
         unsigned m = n - at < BATCH ? (unsigned)(n - at) : BATCH;
-        batch_open(r->table, keys + 16 * at, m, &b);
+        batch_open(&t, keys + 16 * at, m, &b);
         for (unsigned i = 0; i < m; i++) {
             kv_slot slot;
-            uint32_t number = batch_search(r->table, keys + 16 * (at + i), &b, i, &slot);
+            uint32_t number = batch_search(&t, keys + 16 * (at + i), &b, i, &slot);
             hits += locate(r->regions, r->n_regions, number, &slot, out + at + i) == KV_HIT;
         }
     }
-    return hits;
+    if (serving(&t) == SERVED) return hits;
+    for (size_t i = 0; i < n; i++) unserved(out + i);
+    return 0;
 }
 
-/* 1 when that slot is visible with that generation at this moment. */
+/* 1 when that slot is visible with that generation at this moment, and the table served. */
 int slots_recheck(const kv_table *t, uint32_t slot, uint64_t generation) {
     kv_slot copy;
     if (slot >= t->capacity || !slot_copy(t, slot, &copy)) return 0;
-    return copy.state == SLOT_VISIBLE && copy.epoch == t->epoch && copy.generation == generation;
+    return copy.state == SLOT_VISIBLE && copy.epoch == t->epoch && copy.generation == generation && serving(t) == SERVED;
 }
 
 /* Sets one entry of a region table that other threads may be reading: unmapped first, then the size, then the base. */

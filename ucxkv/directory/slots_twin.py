@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import time
 from collections.abc import Iterator
 
 import numpy as np
 import xxhash
 
-from ucxkv.directory.slots import (
+from ucxkv.directory.slot_values import (
+    FOREVER,
     I32,
     KEY_BYTES,
     LINE_ENTRIES,
@@ -32,16 +34,21 @@ from ucxkv.directory.slots import (
     ReadResult,
     ReadStatus,
     Records,
+    Serving,
     SlotTableError,
     as_memory,
     count_keys,
     default_lines,
+    lease_word,
+    not_served,
     slots_offset,
     table_bytes,
 )
 
 _MAGIC = 0x31544F4C53564B55
-_HEADER = struct.Struct("<QIIQQQQQQ")
+_FORMAT = 2
+_HEADER = struct.Struct("<QIIQQQQQQQ")
+_EPOCH, _LEASE = slice(12, 16), slice(64, 72)
 _PROBES = 256
 _MASK = (1 << 64) - 1
 _STATE = 28
@@ -49,7 +56,7 @@ _FLAGS = 45
 _GENERATION = slice(16, 24)
 
 
-def _u64(piece: bytes | memoryview) -> int:
+def _u64(piece: bytes | bytearray | memoryview) -> int:
     return int.from_bytes(piece, "little")
 
 
@@ -87,7 +94,7 @@ class _Index:
     def copy(self, slot: int) -> bytes:
         return bytes(self.slots[SLOT_BYTES * slot : SLOT_BYTES * (slot + 1)])
 
-    def is_whole(self, raw: bytes) -> bool:
+    def is_whole(self, raw: bytes | bytearray) -> bool:
         check = xxhash.xxh3_64_intdigest(raw[:56]) & 0xFFFFFFFF
         return raw[_STATE] == 1 and _u64(raw[24:28]) == self.epoch and _u64(raw[56:60]) == check and not raw[60] & 1
 
@@ -123,7 +130,7 @@ class TwinTable:
             raise SlotTableError(f"no table of {capacity} slots fits: {len(view)} bytes given, {needed} needed")
         start = slots_offset(self.lines)
         _HEADER.pack_into(
-            view, 0, _MAGIC, 1, epoch, capacity, self.lines, slots_offset(0), start, len(view), seed
+            view, 0, _MAGIC, _FORMAT, epoch, capacity, self.lines, slots_offset(0), start, len(view), seed, FOREVER
         )  # fmt: skip
         self._index = _Index(view, capacity, self.lines, seed, epoch)
         self._free: list[int] = []
@@ -135,6 +142,29 @@ class TwinTable:
     def reader(self) -> TwinReader:
         """A reader on the same memory."""
         return TwinReader(self.memory)
+
+    @property
+    def lease_end_ns(self) -> int:
+        """See `SlotTable.lease_end_ns`."""
+        return _u64(as_memory(self.memory)[_LEASE])
+
+    def set_lease(self, until_ns: int) -> None:
+        """See `SlotTable.set_lease`."""
+        as_memory(self.memory)[_LEASE] = lease_word(until_ns).to_bytes(8, "little")
+
+    def set_epoch(self, epoch: int) -> int:
+        """See `SlotTable.set_epoch`."""
+        self.set_lease(0)
+        moved = 0
+        for slot in range(self.fresh):
+            raw = bytearray(self._index.copy(slot))
+            if self._index.is_whole(raw):
+                raw[24:28] = epoch.to_bytes(4, "little")
+                self._write(slot, raw)
+                moved += 1
+        self.epoch = self._index.epoch = epoch
+        as_memory(self.memory)[_EPOCH] = epoch.to_bytes(4, "little")
+        return moved
 
     def find(self, keys: Buffer) -> I32:
         """See `SlotTable.find`."""
@@ -268,20 +298,42 @@ class TwinReader:
 
     def __init__(self, memory: Buffer, *, max_regions: int = 1024) -> None:
         view = as_memory(memory)
-        fields = _HEADER.unpack_from(view) if len(view) >= slots_offset(0) else (0,) * 9
-        magic, version, epoch, capacity, lines, lines_at, slots_at, _, seed = fields
-        sound = magic == _MAGIC and version == 1 and 0 < capacity < 0x7FFFFFFF and 0 < lines < 0x7FFFFFFF
+        fields = _HEADER.unpack_from(view) if len(view) >= slots_offset(0) else (0,) * 10
+        magic, version, epoch, capacity, lines, lines_at, slots_at, _, seed, _ = fields
+        sound = magic == _MAGIC and version == _FORMAT and 0 < capacity < 0x7FFFFFFF and 0 < lines < 0x7FFFFFFF
         if not sound or lines_at != slots_offset(0) or slots_at != slots_offset(lines):
             raise SlotTableError(f"{len(view)} bytes that are no slot table of this version")
         if len(view) < table_bytes(capacity, lines):
             raise SlotTableError(f"{len(view)} bytes that are only a piece of a slot table")
         self.capacity, self.epoch, self.max_regions = capacity, epoch, max_regions
+        self._header: memoryview | None = view[: slots_offset(0)]
         self._index = _Index(view, capacity, lines, seed, epoch)
         self._regions: dict[int, tuple[int, int]] = {}
 
     def close(self) -> None:
         """See `SlotReader.close`."""
         self._index, self.capacity = _Index(memoryview(bytearray(table_bytes(1, 1))), 1, 1, 0, self.epoch), 1
+        self._header = None
+
+    @property
+    def serving(self) -> Serving:
+        """See `SlotReader.serving`."""
+        if self._header is None:
+            return Serving.SERVED
+        end = _u64(self._header[_LEASE])
+        if _u64(self._header[_EPOCH]) != self.epoch:
+            return Serving.OTHER_EPOCH
+        return Serving.SERVED if end == FOREVER or time.monotonic_ns() < end else Serving.LEASE_OVER
+
+    def follow(self) -> None:
+        """See `SlotReader.follow`."""
+        if self._header is not None:
+            self.epoch = self._index.epoch = _u64(self._header[_EPOCH])
+
+    def _prove(self) -> None:
+        serving = self.serving
+        if serving:
+            raise not_served(self.epoch, serving)
 
     def map_region(self, region: int, address: int, size_bytes: int) -> None:
         """See `SlotReader.map_region`."""
@@ -297,20 +349,27 @@ class TwinReader:
         """See `SlotReader.lookup`."""
         hits = [self._index.search(key) for key in _split(keys)]
         records = np.frombuffer(b"".join(raw for _, raw in hits), SLOT_DTYPE)
+        self._prove()
         return records, np.array([slot >= 0 for slot, _ in hits], np.uint8)
 
     def match(self, keys: Buffer) -> int:
         """See `SlotReader.match`."""
         every = _split(keys)
-        return next((i for i, key in enumerate(every) if self._index.search(key)[0] < 0), len(every))
+        run = next((i for i, key in enumerate(every) if self._index.search(key)[0] < 0), len(every))
+        self._prove()
+        return run
 
     def exists(self, keys: Buffer) -> U8:
         """See `SlotReader.exists`."""
-        return np.array([self._index.search(key)[0] >= 0 for key in _split(keys)], np.uint8)
+        out = np.array([self._index.search(key)[0] >= 0 for key in _split(keys)], np.uint8)
+        self._prove()
+        return out
 
     def contains(self, key: bytes) -> bool:
         """See `SlotReader.contains`."""
-        return self._index.search(key)[0] >= 0
+        slot = self._index.search(key)[0]
+        self._prove()
+        return slot >= 0
 
     def scan(self, cursor: int, limit: int) -> tuple[int, Records]:
         """See `SlotReader.scan`."""
@@ -321,6 +380,7 @@ class TwinReader:
             if self._index.is_whole(raw) and not raw[_FLAGS] & PART_FLAG:
                 page.append(raw)
             at += 1
+        self._prove()
         return min(at, self.capacity), np.frombuffer(b"".join(page), SLOT_DTYPE)
 
     def read(self, keys: Buffer, first: U32, iov: U64, cancel: CancelFlag | None = None) -> ReadResult:
@@ -337,15 +397,23 @@ class TwinReader:
                 continue
             found = self._copy(key, pieces[first[i] : first[i + 1]])
             status[i], length[i], generation[i] = found.status, found.length, found.generation
+        if self.serving:
+            status[status != ReadStatus.CANCELLED] = ReadStatus.UNAVAILABLE
+            length[:] = generation[:] = 0
         return ReadResult(status, length, generation, int((status == ReadStatus.HIT).sum()))
 
     def read_one(self, key: Buffer, address: int, length: int) -> Found:
         """See `SlotReader.read_one`."""
-        return self._copy(_one(key), [[address, length]])._replace(address=0)
+        found = self._copy(_one(key), [[address, length]])._replace(address=0)
+        return _UNSERVED if self.serving else found
 
     def view(self, key: Buffer) -> Found:
         """See `SlotReader.view`."""
-        slot, raw = self._index.search(_one(key))
+        found = self._locate(_one(key))
+        return _UNSERVED if self.serving else found
+
+    def _locate(self, key: bytes) -> Found:
+        slot, raw = self._index.search(key)
         if slot < 0:
             return Found(ReadStatus.MISS, 0, 0, 0, 0, NONE, 0, 0)
         region, offset, length = _u64(raw[30:32]), _u64(raw[32:40]), _u64(raw[40:44])
@@ -359,10 +427,10 @@ class TwinReader:
         if not 0 <= slot < self.capacity:
             return False
         raw = self._index.copy(slot)
-        return self._index.is_whole(raw) and _u64(raw[_GENERATION]) == generation
+        return self._index.is_whole(raw) and _u64(raw[_GENERATION]) == generation and not self.serving
 
     def _copy(self, key: bytes, pieces: list[list[int]]) -> Found:
-        found = self.view(key)
+        found = self._locate(key)
         if found.status != ReadStatus.HIT:
             return found
         if sum(length for _, length in pieces) != found.length:
@@ -373,6 +441,9 @@ class TwinReader:
             digest.update(ctypes.string_at(address, length))
             source += length
         return found if digest.intdigest() == found.sum else found._replace(status=ReadStatus.CORRUPT)
+
+
+_UNSERVED = Found(ReadStatus.UNAVAILABLE, 0, 0, 0, 0, NONE, 0, 0)
 
 
 def _one(key: Buffer) -> bytes:
