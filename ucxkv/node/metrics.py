@@ -39,6 +39,7 @@ METRIC_TEXTS: dict[str, str] = {
     "deleted": "blocks removed by clients",
     "lost": "blocks dropped because a neighbour or their bytes were lost, descendants included",
     "damaged": "blocks dropped because a reader found that their bytes do not match their sums, descendants included",
+    "refused_without_lease": "requests refused, or puts not acknowledged, because the node's serving lease was over",
     "blocks": "visible blocks",
     "block_bytes": "bytes of values in visible blocks",
     "slots_used": "slots of the table in use; a block of n parts uses n",
@@ -60,7 +61,18 @@ METRIC_TEXTS: dict[str, str] = {
     "vanished_writers": "ended connections whose processes still run",
 }
 COUNTERS = frozenset(
-    ("puts", "stored", "grants", "evicted", "evicted_bytes", "deleted", "lost", "damaged", "connections_refused")
+    (
+        "puts",
+        "stored",
+        "grants",
+        "evicted",
+        "evicted_bytes",
+        "deleted",
+        "lost",
+        "damaged",
+        "refused_without_lease",
+        "connections_refused",
+    )
 )
 _MESSAGE_LEVELS = ("message_sessions", "message_grants", "message_closing")
 BY_PATH = "connections_by_path"

@@ -21,6 +21,7 @@ import structlog
 
 from ucxkv import errors
 from ucxkv.dial import failure_of, host_identity, mapped_error
+from ucxkv.directory import FOREVER
 from ucxkv.node.config import NodeConfig
 from ucxkv.node.greeting import Greeter
 from ucxkv.node.metrics import MetricsServer
@@ -71,6 +72,8 @@ class Node:
         self.tasks: set[asyncio.Task[None]] = set()
         self._started_ns = 0
         self._is_open = False
+        self._has_store = False
+        self._lease_end_ns = FOREVER
         self._stopped = asyncio.Event()
         self._local_name = f"ucxkv-{self.node_id:016x}"
 
@@ -100,6 +103,8 @@ class Node:
         self.store = await asyncio.to_thread(
             self.placing.near, HostStore, config, self.node_id, self.epoch, self._wake_at
         )
+        self._has_store = True
+        self.store.serving.until(self._lease_end_ns)
         self.service = Service(config, self.store, self.placing)
         self._greeter = Greeter(config.token, self._welcome)
         self._requests = Requests(self, self._loop)
@@ -150,6 +155,8 @@ class Node:
     async def aclose(self) -> None:
         """Stop serving and give everything back. Idempotent."""
         was_open, self._is_open = self._is_open, False
+        self.lease_until(0)
+        self._has_store = False
         self._stopped.set()
         if self._tick is not None:
             self._tick.cancel()
@@ -183,6 +190,28 @@ class Node:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+    # ---- the serving lease
+
+    def lease_until(self, end_ns: int) -> None:
+        """Serve until this `time.monotonic_ns()` and not after it: FOREVER, as a node without a cluster does, or 0.
+
+        For the code that holds this node's lease: counted from before it asked. A fence, not a timer; see
+        `ucxkv.node.serving`. May be called before `start`.
+        """
+        self._lease_end_ns = end_ns
+        if self._has_store:
+            self.store.serving.until(end_ns)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Go over to a new epoch with what is visible, after somebody else may have led; ends the lease. Before
+        `start`: the epoch to start with.
+        """
+        self.epoch = epoch
+        self._lease_end_ns = 0
+        if self._has_store:
+            self.store.epoch = epoch
+            self.store.serving.begin_epoch(epoch)
 
     def _wake_at(self, due_ns: int | None) -> None:
         """Let time pass at `due_ns`, when something falls due there, and once a second in any case."""

@@ -14,7 +14,9 @@ import structlog
 
 from ucxkv import errors
 from ucxkv.dial import failure_of
+from ucxkv.directory import FOREVER
 from ucxkv.node.peers import check_member
+from ucxkv.node.serving import LED
 from ucxkv.node.session import Session, SessionState
 from ucxkv.protocol import Message, encode
 from ucxkv.protocol import messages as m
@@ -43,10 +45,32 @@ class Requests:
         self._node = node
         self._loop = loop
         self._store = node.store
+        self._serving = node.store.serving
         self._service = node.service
 
     def answer(self, session: Session, request: Message, message: ControlMessage) -> Message | None:
         """The answer to one message, or None when there is none or it comes later."""
+        if self._serving.end_ns == FOREVER or type(request) not in LED:
+            return self._carry_out(session, request, message)
+        if not self._serving.is_running:
+            self._store.counts["refused_without_lease"] += 1
+            if isinstance(request, m.Put) or (isinstance(request, m.PutPart) and self._is_own(request)):
+                self._take_back(session, request.offsets)
+            raise self._serving.refusal()
+        answer = self._carry_out(session, request, message)
+        if isinstance(answer, m.Leased) and not self._serving.is_running:
+            self._store.release(session.id, answer.lease, time.monotonic_ns())
+        return None if answer is None else self._acknowledged(answer)
+
+    def _acknowledged(self, answer: Message) -> Message:
+        if not self._serving.is_running:
+            self._store.counts["refused_without_lease"] += 1
+        return self._serving.acknowledged(answer)
+
+    def _is_own(self, request: m.PutPart) -> bool:
+        return not request.owner or request.owner == self._node.node_id
+
+    def _carry_out(self, session: Session, request: Message, message: ControlMessage) -> Message | None:
         now_ns = time.monotonic_ns()
         match request:
             case m.Put():
@@ -56,7 +80,7 @@ class Requests:
                 return None
             case m.Grant():
                 return self._granted(session, request, now_ns)
-            case m.PutPart() if request.owner and request.owner != self._node.node_id:
+            case m.PutPart() if not self._is_own(request):
                 self._later(message, session, self._put_foreign(session, request))
                 return None
             case m.PutPart():
@@ -226,4 +250,4 @@ class Requests:
             )
         done = self._store.put_part(session.id, request, owner, time.monotonic_ns())
         self._node.tell_surrendered(self._store.take_surrendered())
-        return done
+        return self._acknowledged(done)

@@ -24,6 +24,7 @@ from ucxkv import errors
 from ucxkv.directory import Directory, PutStatus, SlotReader, SlotTable, events, table_bytes
 from ucxkv.directory.invariants import held_extents
 from ucxkv.node.regions import RegionTable
+from ucxkv.node.serving import ServingLease
 from ucxkv.policy import LruPolicy
 from ucxkv.protocol import messages as m
 from ucxkv.tiers import copy as tier_copy
@@ -70,6 +71,7 @@ class HostStore:
         self.grants = GrantTable(limit_bytes=self.slabs.capacity_bytes)
         self._grant_share_bytes = int(config.host_bytes * config.grant_share_max)
         self.directory = Directory(self.table, policy=LruPolicy, grace_ns=config.grace_ms * 1_000_000)
+        self.serving = ServingLease(self.table, self.directory.reader)
         self._regions = RegionTable(node_id, epoch, self.segment.size_bytes)
         self._adopted: dict[str, dict[int, int]] = {}
         self._surrendered: dict[int, list[Extent]] = {}
@@ -82,6 +84,7 @@ class HostStore:
             "evicted_bytes": 0,
             "damaged": 0,
             "grants": 0,
+            "refused_without_lease": 0,
         }
 
     # ---- grants
