@@ -16,7 +16,7 @@ from ucxkv.transport.ranking import Location, Rail
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["location_of", "place_of", "process_identity"]
+__all__ = ["clock_identity", "location_of", "place_of", "process_identity"]
 
 _BORN = secrets.token_hex(8)
 """Of this interpreter: pids alone repeat in containers that share a kernel. A forked child differs by its pid."""
@@ -27,9 +27,18 @@ def process_identity() -> str:
     return f"{os.getpid()}-{_BORN}"
 
 
+def clock_identity() -> str:
+    """Which CLOCK_MONOTONIC this process reads, "" unknown: on one host those in one time namespace share it."""
+    try:
+        return os.readlink("/proc/self/ns/time")
+    except OSError:
+        return ""
+
+
 def place_of(numa: int | None, rails: Iterable[Rail]) -> m.Place:
     """What this process tells others. numa: of its memory, None unknown; rails: those its UCX context opened."""
-    return m.Place(process_identity(), -1 if numa is None else numa, rails=[m.RailInfo(*rail) for rail in rails])
+    ports = [m.RailInfo(*rail) for rail in rails]
+    return m.Place(process_identity(), -1 if numa is None else numa, rails=ports, clock=clock_identity())
 
 
 def location_of(welcome: m.Welcome) -> Location:

@@ -16,7 +16,8 @@ from ucxkv.client.blocks import BlockCalls
 from ucxkv.client.holding import Lease, View
 from ucxkv.client.mapped import MappedPath
 from ucxkv.client.reading import plan
-from ucxkv.client.results import ConnectionInfo, DeleteStatus, KeyInfo, Match, NodeStatus, PeerInfo
+from ucxkv.client.results import ConnectionInfo, DeleteStatus, KeyInfo, Match, NodeStatus, PeerInfo, ReadStatus
+from ucxkv.directory import NotServed
 from ucxkv.keys import Keys, as_key
 from ucxkv.protocol import messages as m
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Client"]
 
 _LIST_PAGE = 1000
+_NOTHING = np.zeros(0, np.uint8), np.zeros(0, np.uint64), np.zeros(0, np.uint8)
 _ASSUMED_LOAD_BYTES_S = 8e9
 
 
@@ -42,17 +44,21 @@ class Client(BlockCalls):
     # ---- asking without moving
 
     async def exists(self, key: bytes, *, deadline_s: float | None = None) -> bool:
-        """Whether the block is visible now."""
+        """Whether the block is visible now; False too where its node does not answer (`get_many` tells these apart)."""
         self._check()
         key, fast = as_key(key), self._router.fast
         if fast is not None:
-            return fast[1].contains(key)
+            try:
+                return fast[1].contains(key)
+            except NotServed:
+                fast[1].refused()
+                return False
         return bool((await self.exists_many([key], deadline_s=deadline_s))[0])
 
     async def exists_many(
         self, keys: Keys, *, root: bytes | None = None, deadline_s: float | None = None
     ) -> npt.NDArray[np.bool_]:
-        """Which blocks are visible now, bool[n]. Keeps nothing alive."""
+        """Which blocks are visible now, bool[n]; False too where a node does not answer. Keeps nothing alive."""
         rows = self._keys(keys)
         deadline_ns = self._deadline(deadline_s)
         out = np.zeros(len(rows), np.bool_)
@@ -74,30 +80,37 @@ class Client(BlockCalls):
         return out
 
     async def match(self, keys: Keys, *, deadline_s: float | None = None) -> Match:
-        """The longest visible prefix of a chain whose keys are given in order, root first."""
+        """The longest visible prefix of a chain whose keys are given in order, root first. `Match.is_certain` is False
+        where a node that may hold more of it did not answer.
+        """
         rows = self._keys(keys)
         deadline_ns = self._deadline(deadline_s)
         best: tuple[int, NodeLink | None] = (0, None)
+        is_certain = bool(self._router.links)
         if len(rows):
             raw, first = rows.tobytes(), rows[0].tobytes()
             for link in self._router.order(first):
                 try:
                     blocks = await link.path.match(raw, deadline_ns)
                 except errors.Unavailable:
+                    is_certain = False
                     continue
                 if blocks > best[0]:
                     best = (blocks, link)
                 if blocks:
                     break  # a chain lives in one place
         blocks, holder = best
-        tiers, lengths = np.zeros(blocks, np.uint8), np.zeros(blocks, np.float64)
+        found, sizes, tiers = _NOTHING
         if holder is not None:
-            found, sizes, tier = await holder.path.lookup(rows[:blocks].tobytes(), deadline_ns)
-            gone = np.flatnonzero(found == 0)
-            blocks = int(gone[0]) if len(gone) else blocks
-            tiers, lengths = tier[:blocks].copy(), sizes[:blocks].astype(np.float64)
-            self._router.remember(rows[0].tobytes(), holder)
-        return Match(blocks, tiers, lengths / _ASSUMED_LOAD_BYTES_S)
+            try:
+                found, sizes, tiers = await holder.path.lookup(rows[:blocks].tobytes(), deadline_ns)
+                self._router.remember(rows[0].tobytes(), holder)
+            except errors.Unavailable:  # it ended, or its lease did, after it had answered
+                is_certain = False
+        gone = np.flatnonzero(found == 0)
+        blocks = int(gone[0]) if len(gone) else len(found)
+        load_s = sizes[:blocks].astype(np.float64) / _ASSUMED_LOAD_BYTES_S
+        return Match(blocks, tiers[:blocks].copy(), load_s, is_certain)
 
     # ---- holding and removing
 
@@ -119,12 +132,15 @@ class Client(BlockCalls):
     async def view(self, key: bytes, *, ttl_s: float = 10.0) -> View | None:
         """One block's bytes in the node's own memory, leased and proved, without a copy; None is a miss.
 
-        Raises UsageError when the node's memory is not mapped here (another host): use `get`.
+        Raises UsageError when the node's memory is not mapped here (another host): use `get`. Raises Unavailable when a
+        node that may hold the block does not answer, or may not because its own lease is over.
         """
         self._check()
         lease: Lease | None = await self.lease([as_key(key)], ttl_s=ttl_s).__aenter__()
         assert lease is not None
         try:
+            if lease.unanswered is not None and not lease.granted[0]:
+                raise lease.unanswered
             for link in self._router.order(key) if lease.granted[0] else []:
                 if not isinstance(link.path, MappedPath):
                     raise errors.UsageError(
@@ -134,10 +150,12 @@ class Client(BlockCalls):
                 found, data = link.path.view(key)
                 if data is not None and xxhash.xxh3_64_intdigest(data) == found.sum:
                     link.touch(key)
-                    view, lease = View(lease, data), None
+                    view, lease = View(lease, data, link.path), None
                     return view
                 if data is not None:
                     link.report_damage(key)
+                if found.status is ReadStatus.UNAVAILABLE:
+                    raise errors.Unavailable("the node's lease ended meanwhile; retry, or recompute", node=link.name)
             return None
         finally:
             if lease is not None:

@@ -1,7 +1,8 @@
 """Leases and views: blocks that stay where they are while somebody works with them.
 
-A lease is counted by this client from before it asked, by the node from after it answered, so that it never seems alive
-here when it is over there. It is renewed in the background until it is released.
+A lease is counted by this client from before it asked, by the node from after it had decided, and here a hundredth
+shorter, since two machines' clocks may drift apart by that much: it never seems alive here when it is over there. It is
+renewed in the background until it is released.
 """
 
 from __future__ import annotations
@@ -22,21 +23,29 @@ if TYPE_CHECKING:
 
     from ucxkv.client.client import Client
     from ucxkv.client.link import NodeLink
+    from ucxkv.client.mapped import MappedPath
 
 __all__ = ["Lease", "View"]
 
 _RENEW_SHARE = 1 / 3
+_KEPT_SHARE = 0.99
+"""Of a lease's time by the node's clock: what is left of it by ours, if that is the slower one (1 % drift)."""
+
+
+def _until_ns(asked_ns: int, ttl_ms: int) -> int:
+    return asked_ns + int(ttl_ms * 1e6 * _KEPT_SHARE)
 
 
 class _Held:
     """One lease at one node."""
 
-    __slots__ = ("lease", "link", "until_ns")
+    __slots__ = ("lease", "link", "ttl_ms", "until_ns")
 
-    def __init__(self, link: NodeLink, lease: int, until_ns: int) -> None:
+    def __init__(self, link: NodeLink, lease: int, asked_ns: int, ttl_ms: int) -> None:
         self.link = link
         self.lease = lease
-        self.until_ns = until_ns
+        self.ttl_ms = ttl_ms  # what the node granted, which may be less than was asked for
+        self.until_ns = _until_ns(asked_ns, ttl_ms)
 
 
 class Lease:
@@ -57,6 +66,8 @@ class Lease:
         self._held: list[_Held] = []
         self._renewal: asyncio.Task[None] | None = None
         self.granted: npt.NDArray[np.bool_] = np.zeros(len(keys), np.bool_)
+        self.unanswered: errors.Unavailable | None = None
+        """Why a node that was asked did not answer; keys that are not granted may be there."""
 
     @property
     def valid(self) -> bool:
@@ -84,29 +95,28 @@ class Lease:
             asked_ns = time.monotonic_ns()
             try:
                 answer = await link.ask(m.LeaseKeys(keys=self._keys[missing].tobytes(), ttl_ms=ttl_ms), deadline_ns)
-            except errors.Unavailable:
+            except errors.Unavailable as exc:
+                self.unanswered = exc
                 continue  # its blocks are not granted
             if not isinstance(answer, m.Leased) or len(answer.status) != len(missing):
                 raise errors.Unavailable("the node's answer to a lease does not fit it", node=link.name)
             if answer.lease:
-                self._held.append(_Held(link, answer.lease, asked_ns + answer.ttl_ms * 1_000_000))
+                self._held.append(_Held(link, answer.lease, asked_ns, answer.ttl_ms))
             got = np.frombuffer(answer.status, np.uint8) == 0
             self.granted[missing[got]] = True
             missing = missing[~got]
 
     async def _renew(self) -> None:
         while True:
-            await asyncio.sleep(self._ttl_ns * _RENEW_SHARE / 1e9)
+            await asyncio.sleep(min(held.ttl_ms for held in self._held) * _RENEW_SHARE / 1e3)
             for held in self._held:
                 asked_ns = time.monotonic_ns()
                 try:
-                    answer = await held.link.ask(
-                        m.Renew(lease=held.lease, ttl_ms=self._ttl_ns // 1_000_000), held.until_ns
-                    )
+                    answer = await held.link.ask(m.Renew(lease=held.lease, ttl_ms=held.ttl_ms), held.until_ns)
                 except errors.UcxKvError:
                     continue  # `valid` turns False when its time is over
                 if isinstance(answer, m.Done) and answer.ok:
-                    held.until_ns = asked_ns + self._ttl_ns
+                    held.until_ns = _until_ns(asked_ns, held.ttl_ms)
                 else:
                     held.until_ns = 0
 
@@ -133,21 +143,34 @@ class Lease:
 class View:
     """Read-only bytes of one block in the node's own memory: no copy. Same host only; made by `await kv.view(key)`.
 
-    data: memoryview, good while `valid` is True; release it (`with view:` or `await view.aclose()`) when done.
+    What holds: the node leaves the block where it is, untouched, until the view's lease is over. That ends here, by
+    this machine's clock and counted from before it was asked for, before it ends there; it is renewed meanwhile. The
+    node answers for the block while its own lease runs: one that was deposed, or stopped past its lease, still has the
+    bytes that were proved when the view was made, but the block may have been removed meanwhile, so the view is no
+    longer `valid`. `data` is checked on each access; a memoryview (or an array over it) that the caller has kept is
+    not: look at `valid` after reading through it.
     """
 
-    def __init__(self, lease: Lease, data: memoryview) -> None:
+    def __init__(self, lease: Lease, data: memoryview, path: MappedPath) -> None:
         self._lease = lease
-        self.data = data
+        self._data = data
+        self._path = path
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes, good while `valid` is True; close the view when done. Raises StaleError when it is not valid."""
+        if not self.valid:
+            raise errors.StaleError("the view's lease or its node's is over; take another view, or get the block")
+        return self._data
 
     @property
     def valid(self) -> bool:
-        """True while the bytes are certain to stay; check it after use, or before relying on what was read."""
-        return self._lease.valid
+        """True while the bytes are certain to stay and to be the block's; look at it after reading, then rely on it."""
+        return self._lease.valid and self._path.is_served
 
     async def aclose(self) -> None:
         """Let the block go. Idempotent."""
-        self.data.release()
+        self._data.release()
         await self._lease.release()
 
     async def __aenter__(self) -> Self:

@@ -137,6 +137,12 @@ class NodeLink:
 
     # ---- the end
 
+    def leave_epoch(self) -> None:
+        """The node went over to another epoch: leave it in good order, and have it dialled again."""
+        if self.is_alive:
+            self.close()
+            self._on_lost(self)
+
     def close(self) -> None:
         """Leave in good order: the node may reuse everything this client was granted. Idempotent.
 

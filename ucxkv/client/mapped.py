@@ -2,6 +2,9 @@
 
 Invariants
   - The table is mapped read-only; segments are mapped writable only for what this client was granted.
+  - An answer is given only under the node's lease and in the epoch that the client was welcomed in, both checked
+    after the last byte was read (`slots_reader.c`); else it is UNAVAILABLE, or NotServed is raised. Seen in another
+    epoch, the node is left and dialled again.
   - Bytes are a HIT only when the slot did not change under the copy and the sum agrees.
   - `close()` unmaps only after no call of this path is running: a reader in a thread counts itself.
 """
@@ -20,12 +23,12 @@ import numpy as np
 from ucxkv import errors
 from ucxkv.client.path import THREAD_BYTES, U8, U16, U64, ReadInto, chunk_bounds, pieces_iov
 from ucxkv.client.results import PathKind
-from ucxkv.directory import CancelFlag, ReadStatus, SlotReader, SlotTableError
+from ucxkv.directory import CancelFlag, NotServed, ReadStatus, Serving, SlotReader, SlotTableError
 from ucxkv.tiers import copy as tier_copy
 from ucxkv.tiers.segments import MappedSegment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ucxkv.buffers import Pieces
     from ucxkv.directory import Found
@@ -47,6 +50,9 @@ class MappedPath:
         self.why = "the node runs on this host and handed out its memory"
         self._running = 0
         self._is_closed = False
+        self._is_leaving = False
+        self.on_other_epoch: Callable[[], None] | None = None
+        """Called once, on a later turn of the loop, when the node is found in another epoch."""
         self.segments: list[MappedSegment] = []
         self._foreign: dict[int, tuple[MappedSegment, memoryview]] = {}  # the view keeps the pages while it is here
         self._retired: list[memoryview] = []  # unmapped while a thread was reading
@@ -71,7 +77,7 @@ class MappedPath:
         self.read_into: ReadInto | None = self._reader.into_reader(THREAD_BYTES)
         """See Path."""
         self.contains = self._reader.contains
-        """(key) -> whether it is visible; not to be called once the path is closed."""
+        """(key) -> whether it is visible; not for a closed path. Raises NotServed: call `refused`."""
         self._bases = np.array([segment.address for segment in self.segments], np.uint64)
         self._bases_list = self._bases.tolist()
 
@@ -86,6 +92,7 @@ class MappedPath:
         cuts = chunk_bounds(pieces.nbytes)
         if len(cuts) == 2 and (n != 1 or int(pieces.nbytes[0]) <= THREAD_BYTES):
             result = self._reader.read(keys, pieces.first, iov)
+            self._look_at(result.status)
             return result.status, result.length
         status, lengths = np.empty(n, np.uint8), np.empty(n, np.uint64)
         for begin, end in itertools.pairwise(cuts):
@@ -99,12 +106,41 @@ class MappedPath:
             else:
                 result = self._reader.read(some, first, part)
                 await asyncio.sleep(0)
+            self._look_at(result.status)
             status[begin:end], lengths[begin:end] = result.status, result.length
             if self._is_closed:
                 status[end:] = ReadStatus.UNAVAILABLE
                 lengths[end:] = 0
                 break
         return status, lengths
+
+    def _look_at(self, status: U8) -> None:
+        if len(status) and status[0] == ReadStatus.UNAVAILABLE:  # all of them are, or none
+            self.refused()
+
+    def refused(self) -> None:
+        """The node did not answer: look whether it is because of its epoch, and leave it then."""
+        if self.is_other_epoch and not self._is_leaving and self.on_other_epoch is not None:
+            self._is_leaving = True
+            asyncio.get_running_loop().call_soon(self.on_other_epoch)
+
+    @property
+    def is_other_epoch(self) -> bool:
+        """Whether the node went over to another epoch than the one the client was welcomed in."""
+        return not self._is_closed and self._reader.serving is Serving.OTHER_EPOCH
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the node may answer at this moment, as far as its memory says."""
+        return not self._is_closed and self._reader.serving is Serving.SERVED
+
+    @contextlib.contextmanager
+    def _noticing(self) -> Iterator[None]:
+        try:
+            yield
+        except NotServed:
+            self.refused()
+            raise
 
     async def _in_thread(self, call: Callable[[], T], cancel: Callable[[], None]) -> T:
         """Run `call` in a thread; when cancelled, stop it and wait until it has let go of the caller's memory."""
@@ -127,21 +163,26 @@ class MappedPath:
 
     async def lookup(self, keys: bytes, deadline_ns: int | None) -> tuple[U8, U64, U8]:
         """See Path."""
-        records, found = self._reader.lookup(keys)
+        with self._noticing():
+            records, found = self._reader.lookup(keys)
         return found, records["length"].astype(np.uint64), records["tier"]
 
     async def exists(self, keys: bytes, deadline_ns: int | None) -> U8:
         """See Path."""
-        return self._reader.exists(keys)
+        with self._noticing():
+            return self._reader.exists(keys)
 
     async def match(self, keys: bytes, deadline_ns: int | None) -> int:
         """See Path."""
-        return self._reader.match(keys)
+        with self._noticing():
+            return self._reader.match(keys)
 
     def view(self, key: bytes) -> tuple[Found, memoryview | None]:
         """Where one block lies, and its bytes, read-only; they stay put only under a lease."""
         found = self._reader.view(key)
         if found.status is not ReadStatus.HIT:
+            if found.status is ReadStatus.UNAVAILABLE:
+                self.refused()
             return found, None
         for segment in (*self.segments, *(segment for segment, _ in self._foreign.values())):
             if not segment.is_closed and 0 <= found.address - segment.address < segment.size_bytes:

@@ -262,7 +262,10 @@ class MessagePath:
         self._write_one = client.value_writer()
 
     def _gone(self) -> errors.Unavailable:
-        return errors.Unavailable(f"the node cannot be reached by messages: {self._client.error}")
+        why = self._client.error
+        if why is None:
+            return errors.Unavailable("the node does not answer, or its lease is over; retry, or recompute")
+        return errors.Unavailable(f"the node cannot be reached by messages: {why}")
 
     async def read(self, keys: bytes, pieces: Pieces, deadline_ns: int | None) -> tuple[U8, U64]:
         """See Path. A block that was replaced under the read is asked for once more."""
@@ -289,7 +292,7 @@ class MessagePath:
         except TransportError as exc:
             raise mapped_error(exc) from exc
         if (found["status"] == ReadStatus.UNAVAILABLE).any():
-            raise self._gone()
+            raise self._gone()  # or its lease is over: there is no answer
         visible = ((found["status"] == ReadStatus.HIT) | (found["status"] == ReadStatus.UNMAPPED)).astype(np.uint8)
         return visible, found["length"].astype(np.uint64), found["tier"].astype(np.uint8)
 

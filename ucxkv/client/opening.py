@@ -1,5 +1,8 @@
 """Opening a link: handshake, choice of the path, mapping of the node's memory. Every failure leaves nothing behind.
 
+A mapped table is read under the node's lease, whose end is a time of CLOCK_MONOTONIC: a node in another time namespace
+has another such clock, so its memory is not mapped.
+
 The path is chosen by the way to the node (`transport.ranking`), then by what works: the node's memory mapped (same
 host, same network namespace, permitted); else UCX to the node's data thread, with one-sided reads where RDMA ports of
 both sides meet, and active messages elsewhere (over TCP UCX's own one-sided read is several times slower).
@@ -27,7 +30,7 @@ from ucxkv.settings import PATHS
 from ucxkv.tiers.base import TierError
 from ucxkv.transport.base import PeerLost
 from ucxkv.transport.ranking import Location, Way, way_between
-from ucxkv.whereabouts import location_of, process_identity
+from ucxkv.whereabouts import clock_identity, location_of, process_identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,6 +95,8 @@ async def open_link(address: str, options: LinkOptions, deadline_ns: int) -> Nod
         await opening.dial()
         path, way = await opening.choose()
         link = NodeLink(opening.dialed.welcome, opening.dialed.connection, path, options.on_lost, way)
+        if isinstance(path, MappedPath):
+            path.on_other_epoch = link.leave_epoch
     except BaseException:
         opening.abort()
         raise
@@ -152,7 +157,9 @@ class _Opening:
     async def _over_memory(self, way: Way) -> Path:
         """The node's local socket answered: map its memory, or let UCX copy through shared memory."""
         why_not = f"{self._options.asked.by} was asked for"
-        if self._asked in _MAPPING:
+        if self._asked in _MAPPING and not self._shares_clock():
+            why_not = "the node is in another time namespace, so when its lease ends cannot be told from here"
+        elif self._asked in _MAPPING:
             try:
                 fds, self.dialed.fds = self.dialed.fds, ()
                 path = MappedPath(self.dialed.welcome, fds)
@@ -160,9 +167,12 @@ class _Opening:
                 return path
             except (TierError, SlotTableError, OSError) as exc:
                 why_not = str(exc)
-            if self._asked == "mapped":
-                raise self._cannot_map(why_not)
+        if self._asked == "mapped":
+            raise self._cannot_map(why_not)
         return await self._open_messages(None, f"{way.words}; {why_not}", self._deadline_ns)
+
+    def _shares_clock(self) -> bool:
+        return self.dialed.welcome.place.clock == clock_identity()
 
     async def _over_network(self, node: Location, why_not: str) -> tuple[Path, Way]:
         """UCX over the devices that lead to the node; over TCP where RDMA was chosen and does not come through."""
@@ -201,7 +211,7 @@ class _Opening:
                 self._caller,
                 self._deadline_ns,
                 handler=self._options.handler,
-                want_memory=self._asked in _MAPPING,
+                want_memory=self._asked in _MAPPING and self._shares_clock(),
                 inline_wait_us=_INLINE_WAIT_US,
             )
         except errors.Unavailable as exc:

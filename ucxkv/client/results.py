@@ -131,11 +131,13 @@ class Match:
     """The longest visible prefix of a chain.
 
     blocks: its length. tiers: u8[blocks] (1 = host). load_s: f64[blocks], estimated seconds to load each.
+    is_certain: False when a node that may hold more of it did not answer; what is named was there all the same.
     """
 
     blocks: int
     tiers: U8
     load_s: npt.NDArray[np.float64]
+    is_certain: bool = True
 
 
 class PathKind(enum.StrEnum):

@@ -1,9 +1,14 @@
 """The path by remote reads: look-ups by message, bytes by one-sided gets. For lanes with native RMA (RDMA, CMA).
 
 The node's C thread says where the blocks lie, with their sums; the bytes are fetched without it, straight into the
-caller's
-memory. A sum that differs means that the place was reused meanwhile: those blocks are asked for by message, which looks
-them up anew. Writes go by message, checked against their grants.
+caller's memory. A sum that differs means that the place was reused meanwhile: those blocks are asked for by message,
+which looks them up anew. Writes go by message, checked against their grants.
+
+Why a read here is never stale, though nobody of the node takes part in it: the look-up is answered under the node's
+lease (`slots_reader.c`: UNAVAILABLE once it is over), so at a moment within the call the block was visible with that
+sum. What is fetched then is the block's content if it has that sum, whenever it was fetched and whoever leads by then:
+a key has one content, whose sum was committed with it. So the lease need not hold until the bytes are here: the node's
+memory may have been reused, and the sum tells. A remote key is good for this incarnation of the node alone.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class RailInfo(Message, frozen=True):
 
 class Place(Message, frozen=True):
     """Where a process is (see `transport.ranking.Location`). process: opaque, unique on its host; numa: of its memory,
-    -1 unknown; gpu: "" for host memory.
+    -1 unknown; gpu: "" for host memory; clock: its time namespace, "" unknown.
     """
 
     CODE: ClassVar[int] = 46
@@ -114,6 +114,7 @@ class Place(Message, frozen=True):
     numa: int = -1
     gpu: str = ""
     rails: list[RailInfo] = []
+    clock: str = ""
 
 
 class Welcome(Message, frozen=True):
