@@ -41,13 +41,16 @@ class NodeProcess:
         join: str = "",
         limits: dict[int, int] | None = None,
         prefix: tuple[str, ...] = (),
+        program: str = _PROGRAM,
         **options: str | bool,
     ) -> None:
-        """limits: resource -> soft and hard limit of the process; prefix: a command that execs what follows it."""
+        """limits: resource -> soft and hard limit of the process; prefix: a command that execs what follows it;
+        program: another main program, in the end that of `ucxkv`.
+        """
         flags: dict[str, str | bool] = {"name": name, "listen": listen, "host_bytes": "64MiB", **options}
         if join:
             flags["join"] = join
-        argv = [*prefix, sys.executable, "-c", _PROGRAM, "node"]
+        argv = [*prefix, sys.executable, "-c", program, "node"]
         for flag, value in flags.items():
             option = flag.replace("_", "-")
             argv += [f"--{option}", value] if isinstance(value, str) else [f"--{'' if value else 'no-'}{option}"]
