@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from .base import Extent, ForeignExtent, GrantLimit
+from .ledger import GrantLedger
 
 __all__ = ["ClosedGrants", "GrantTable"]
 
@@ -34,12 +35,16 @@ class ClosedGrants:
 
 
 class GrantTable:
-    """The extents lent by one node; see the module's invariants. limit_bytes: the most one connection may hold."""
+    """The extents lent by one node; see the module's invariants. limit_bytes: the most one connection may hold.
 
-    def __init__(self, *, limit_bytes: int) -> None:
+    ledger: told of every extent of segment 0 before it is lent and after it no longer is; see there.
+    """
+
+    def __init__(self, *, limit_bytes: int, ledger: GrantLedger | None = None) -> None:
         if limit_bytes < 1:
             raise ValueError(f"limit_bytes must be positive, not {limit_bytes}")
         self.limit_bytes = limit_bytes
+        self._ledger = ledger
         self._lent: dict[int, dict[int, int]] = {}  # connection -> place -> length
         self._lent_bytes_of: dict[int, int] = {}
         self._quarantined: dict[int, list[Extent]] = {}
@@ -73,6 +78,9 @@ class GrantTable:
         fresh = dict(zip(places, lengths, strict=True))
         if len(fresh) < len(places) or not self._holder.keys().isdisjoint(fresh):
             raise ForeignExtent(f"connection {connection:#x}: an extent is lent already, or named twice")
+        if self._ledger is not None:
+            for length in dict.fromkeys(lengths):
+                self._ledger.add([place for place, size in fresh.items() if size == length], length)
         self._lent.setdefault(connection, {}).update(fresh)
         self._holder.update(dict.fromkeys(fresh, connection))
         self._lent_bytes_of[connection] = held + total
@@ -109,6 +117,11 @@ class GrantTable:
         holder = self._holder
         for place in places:
             del mine[place], holder[place]
+        if self._ledger is not None:
+            for length in dict.fromkeys(lengths):
+                self._ledger.remove(
+                    [p for p, granted in zip(places, lengths, strict=True) if granted == length], length
+                )
         total = sum(lengths)
         self._lent_bytes -= total
         if mine:
@@ -149,6 +162,8 @@ class GrantTable:
     def _forget(self, extents: Iterable[Extent]) -> None:
         for extent in extents:
             del self._holder[_place(extent.segment, extent.offset)]
+            if self._ledger is not None:
+                self._ledger.remove([extent.offset], extent.length)
 
     # ---- what is held, for decisions and metrics
 

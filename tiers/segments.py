@@ -3,7 +3,7 @@
 Invariants:
 - A segment is a sealed memfd: its size never changes (F_SEAL_SHRINK | F_SEAL_GROW), so no mapping of it can fault past
   the end. It has no name in any file system: when the last process that holds it is gone, by kill -9 too, so is the
-  memory.
+  memory. (`named` has the kind that stays.)
 - Every page is there before `create` returns, or SetupFailed was raised; nothing is taken when it is raised.
 - `readonly_fd()` cannot be mapped writable; readers get that one.
 - A view keeps its mapping alive. `close()` is idempotent and gives up this object's hold; the pages are unmapped when
@@ -53,7 +53,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-class _Mapping:
+class Mapping:
     """Bytes of a file descriptor in this process, aligned for huge pages; unmapped when their last view is gone."""
 
     __slots__ = ("_buffer", "address", "size_bytes", "writable")
@@ -85,6 +85,10 @@ class _Mapping:
         """All bytes; read-only unless mapped writable."""
         flat = memoryview(self._buffer).cast("B")
         return flat if self.writable else flat.toreadonly()
+
+    def advise_huge(self) -> None:
+        """Ask for transparent huge pages; a kernel without them goes on with small ones."""
+        self.advise(0, self.size_bytes, _MADV_HUGEPAGE)
 
     def advise(self, offset: int, nbytes: int, advice: int) -> int:
         """madvise without the GIL; 0 or the errno."""
@@ -150,7 +154,7 @@ def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int
 class _Held:
     """Something with a mapping: address, view, close, context manager."""
 
-    _mapping: _Mapping | None = None
+    _mapping: Mapping | None = None
     size_bytes: int
 
     @property
@@ -178,7 +182,7 @@ class _Held:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _open(self) -> _Mapping:
+    def _open(self) -> Mapping:
         if self._mapping is None:
             raise ValueError("segment is closed")
         return self._mapping
@@ -187,7 +191,7 @@ class _Held:
 class HostSegment(_Held):
     """Memory of this node that it lends: a sealed, populated memfd, mapped writable. Made by `create`."""
 
-    def __init__(self, fd: int, mapping: _Mapping, name: str, page_kind: PageKind) -> None:
+    def __init__(self, fd: int, mapping: Mapping, name: str, page_kind: PageKind) -> None:
         self._mapping = mapping
         self._fd = fd
         self.name = name
@@ -249,9 +253,9 @@ class HostSegment(_Held):
         try:
             os.ftruncate(fd, size_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            mapping = _Mapping(fd, size_bytes, writable=True)
+            mapping = Mapping(fd, size_bytes, writable=True)
             if kind == "huge-transparent":
-                mapping.advise(0, size_bytes, _MADV_HUGEPAGE)
+                mapping.advise_huge()
             mapping.fault_in(progress=progress, huge=kind == "huge-transparent")
         except BaseException:
             os.close(fd)
@@ -265,6 +269,11 @@ class HostSegment(_Held):
         """The memfd, writable; stays this object's. Raises ValueError after close."""
         self._open()
         return self._fd
+
+    @property
+    def lent_fd(self) -> int:
+        """The descriptor that clients are handed to map; stays this object's. Raises ValueError after close."""
+        return self.fd
 
     def readonly_fd(self) -> int:
         """A new descriptor, the caller's to close, that cannot be mapped writable.
@@ -313,7 +322,8 @@ class MappedSegment(_Held):
         self.size_bytes = size_bytes
         self.writable = writable
         try:
-            present = os.fstat(fd).st_size
+            facts = os.fstat(fd)
+            present = facts.st_size
             if size_bytes < 1 or present < size_bytes:
                 raise SetupFailed(
                     "mapping a segment",
@@ -321,14 +331,15 @@ class MappedSegment(_Held):
                     needed=f"{size_bytes} bytes, as the node announced",
                     fix="node and client disagree: connect again, and see that both run the same ucxkv version",
                 )
-            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            is_named = facts.st_nlink > 0 and not facts.st_mode & 0o077  # only its owner may shrink it, and never does
+            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK and not is_named:
                 raise SetupFailed(
                     "mapping a segment",
                     found="a file that may shrink under the reader",
-                    needed="a memfd sealed with F_SEAL_SHRINK",
+                    needed="a memfd sealed with F_SEAL_SHRINK, or a tmpfs file that is its owner's alone",
                     fix="the peer is no ucxkv node of this version: check the address",
                 )
-            mapping = _Mapping(fd, size_bytes, writable=writable)
+            mapping = Mapping(fd, size_bytes, writable=writable)
             mapping.fault_in()
         except OSError as exc:
             raise SetupFailed(

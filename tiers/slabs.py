@@ -18,12 +18,16 @@ Source: the slab idea, Bonwick (USENIX 1994); bins by size with a bit mask, Masm
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import islice
 
+import numpy as np
+import numpy.typing as npt
+
 from .base import ForeignExtent, ValueTooLarge
 
-__all__ = ["UNIT_BYTES", "SlabAllocator"]
+__all__ = ["PLACE_DTYPE", "UNIT_BYTES", "SlabAllocator"]
 
 UNIT_BYTES = 64 * 1024
 SLAB_BYTES = 2 << 20
@@ -34,6 +38,11 @@ _SLOTTED_UNITS = 8  # classes up to that many units share slabs; above, rounding
 _EXACT_BINS = 16
 _PROBES = 32  # extents of about the wanted length looked at before a longer one is cut
 _INSIDE_RUN = -1
+
+PLACE_DTYPE = np.dtype([("offset", "<u8"), ("slot_lines", "<u4"), ("base_unit", "<u4"), ("units", "<u4")])
+"""A live allocation, so that another allocator can make the same: its class in lines of 64 bytes, and the slab or run
+that it is in: first unit, units.
+"""
 
 
 class _Slab:
@@ -199,6 +208,128 @@ class SlabAllocator:
         if not self._filled:
             return 0
         return max(self._extents[start] for start in self._bins[self._filled.bit_length() - 1]) * self._unit
+
+    # ---- the same places again, in another process ----
+
+    def places(self, offsets: npt.NDArray[np.uint64]) -> npt.NDArray[np.void]:
+        """Where these live allocations are, PLACE_DTYPE[n]; `restore` makes them again."""
+        out = np.zeros(len(offsets), PLACE_DTYPE)
+        out["offset"] = offsets
+        units, where = np.unique(offsets >> np.uint64(self._shift), return_inverse=True)
+        rows = np.zeros((len(units), 3), np.uint32)
+        for i, unit in enumerate(units.tolist()):
+            owner = self._owner[unit]
+            if isinstance(owner, _Slab):
+                rows[i] = owner.slot_bytes // LINE_BYTES, owner.base >> self._shift, owner.units
+            else:
+                assert owner is not None and owner > 0, "no live allocation"
+                rows[i] = owner * self._unit // LINE_BYTES, unit, owner
+        for column, name in enumerate(("slot_lines", "base_unit", "units")):
+            out[name] = rows[where, column]
+        return out
+
+    def restore(self, places: npt.NDArray[np.void]) -> None:
+        """Take exactly these places, on an allocator that has none yet. Raises ForeignExtent when they cannot be of one
+        allocator of this size; it is of no use then.
+        """
+        assert not self._used, "places are restored into an empty allocator"
+        order = places[np.argsort(places["base_unit"], kind="stable")]
+        starts, first = np.unique(order["base_unit"], return_index=True)
+        ends = np.append(first[1:], len(order))
+        at = 0
+        for start, begin, end in zip(starts.tolist(), first.tolist(), ends.tolist(), strict=True):
+            group = order[begin:end]
+            units, size = int(group["units"][0]), int(group["slot_lines"][0]) * LINE_BYTES
+            is_one = bool((group["units"] == units).all() and (group["slot_lines"] == group["slot_lines"][0]).all())
+            if not is_one or start < at or not 0 < units <= len(self._owner) - start or not size:
+                raise ForeignExtent(f"places in unit {start} that contradict each other, or the segment's size")
+            self._restore_group(start, units, size, (group["offset"] - start * self._unit).tolist())
+            at = start + units
+        self._rebuild_extents()
+
+    def _restore_group(self, start: int, units: int, size: int, inside: list[int]) -> None:
+        """A slab with these places in use, or a run."""
+        if size > self._slotted_max:
+            if inside != [0] or size != units * self._unit:
+                raise ForeignExtent(f"unit {start} starts no run of {units}")
+            self._owner[start : start + units] = [units, *([_INSIDE_RUN] * (units - 1))]
+            self._used += size
+            return
+        slab = _Slab(start * self._unit, units, self._unit, size)
+        for offset in inside:
+            slot, rest = divmod(offset, size)
+            if rest or slot >= slab.slots or slab.used[slot]:
+                raise ForeignExtent(f"offset {slab.base + offset} is no slot of its slab, or named twice")
+            slab.used[slot] = 1
+        slab.live = len(inside)
+        slab.fresh = max(inside) // size + 1
+        slab.free.extend(slot for slot in range(slab.fresh) if not slab.used[slot])
+        self._owner[start : start + units] = [slab] * units
+        partial = self._partial.setdefault(size, {})
+        if slab.live < slab.slots:
+            partial[slab] = None
+        self._used += slab.live * size
+
+    def _rebuild_extents(self) -> None:
+        for start in list(self._extents):
+            self._drop_extent(start)
+        at = 0
+        while at < len(self._owner):
+            owner = self._owner[at]
+            if owner is None:
+                begin = at
+                while at < len(self._owner) and self._owner[at] is None:
+                    at += 1
+                self._put_extent(begin, at - begin)
+            else:
+                at += owner.units if isinstance(owner, _Slab) else owner
+
+    def hold(self, units: Sequence[int]) -> list[int]:
+        """Take everything free that touches these units (ascending); `free` what this returns to give it back."""
+        out: list[int] = []
+        starts = sorted(self._extents)
+        slabs: dict[_Slab, None] = {}
+        for unit in units:
+            owner = self._owner[unit]
+            if owner is None:
+                i = bisect_right(starts, unit) - 1
+                start, length = starts[i], self._drop_extent(starts[i])
+                if unit > start:
+                    self._put_extent(start, unit - start)
+                if unit + 1 < start + length:
+                    self._put_extent(unit + 1, start + length - unit - 1)
+                    starts.insert(i + 1, unit + 1)
+                if unit == start:
+                    del starts[i]
+                whole = _Slab(unit * self._unit, 1, self._unit, self._unit)
+                self._used += whole.take(1, out) * self._unit
+                self._owner[unit] = whole
+                self._partial.setdefault(self._unit, {})
+            elif isinstance(owner, _Slab):
+                slabs[owner] = None
+        wanted = set(units)
+        for slab in slabs:
+            self._hold_slots(slab, wanted, out)
+        return out
+
+    def _hold_slots(self, slab: _Slab, units: set[int], out: list[int]) -> None:
+        size, held = slab.slot_bytes, list[int]()
+        for slot in range(slab.slots):
+            offset = slab.base + slot * size
+            touched = range(offset >> self._shift, ((offset + size - 1) >> self._shift) + 1)
+            if not slab.used[slot] and any(unit in units for unit in touched):
+                held.append(slot)
+        if not held:
+            return
+        slab.fresh = max(slab.fresh, held[-1] + 1)
+        for slot in held:
+            slab.used[slot] = 1
+        slab.live += len(held)
+        slab.free = array("H", [slot for slot in range(slab.fresh) if not slab.used[slot]])
+        if slab.live == slab.slots:
+            self._partial[size].pop(slab, None)
+        self._used += len(held) * size
+        out.extend(slab.base + slot * size for slot in held)
 
     # ---- slabs and runs ----
 

@@ -175,7 +175,7 @@ def test_reserved_pages_that_somebody_took_are_not_fatal() -> None:
 
 def test_a_kernel_that_knows_none_of_the_advice_still_gets_every_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: kernels before 5.14 and 6.1 work, in small pages. Method: madvise refuses everything; count blocks."""
-    monkeypatch.setattr(segments._Mapping, "advise", lambda *unused: errno.EINVAL)
+    monkeypatch.setattr(segments.Mapping, "advise", lambda *unused: errno.EINVAL)
     with (
         HostSegment.create(4 * MIB, "ucxkv-old") as segment,
         MappedSegment(segment.fd, 4 * MIB, writable=True) as mapped,
