@@ -233,6 +233,8 @@ class SlabAllocator:
         allocator of this size; it is of no use then.
         """
         assert not self._used, "places are restored into an empty allocator"
+        if not len(places):
+            return
         order = places[np.argsort(places["base_unit"], kind="stable")]
         starts, first = np.unique(order["base_unit"], return_index=True)
         ends = np.append(first[1:], len(order))

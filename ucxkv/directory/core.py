@@ -13,9 +13,10 @@ Time is an argument, the slot table is memory handed in by the shell. Between tw
                      hidden.
 
 Beside the table there are five u32 per slot: parent (slot number, NONE for a root), holds, prev, next, last_use (10
-ms). `holds` counts what keeps a block from being evicted: visible children, children being written, leases. The
-policy's leaves are exactly the visible blocks whose `holds` is 0. Derived slots (parts >= 1) are neither parents,
-children nor leaves; their `parent` is the slot of their block.
+ms). `holds` counts what keeps a block from being evicted: visible children, children being written or staged, leases;
+its top bit says that the block is durable, which does so too (see `durable`). The policy's leaves are exactly the
+visible blocks whose `holds` is 0. Derived slots (parts >= 1) are neither parents, children nor leaves; their `parent`
+is the slot of their block.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ucxkv.directory import events as ev
+from ucxkv.directory.durable import DURABLE, DurableWriter
 from ucxkv.directory.invariants import check
 from ucxkv.directory.leases import LeaseTable
 from ucxkv.directory.leaving import LeavingList
 from ucxkv.directory.loss import lose
 from ucxkv.directory.parts import PartWriter
 from ucxkv.directory.records import SlotWords, derived_keys
+from ucxkv.directory.recovery import durable_rows, restore
 from ucxkv.directory.slots import NONE, U8, U32, Buffer, Records, SlotTable, as_memory, count_keys
 from ucxkv.directory.slots_twin import TwinTable
 from ucxkv.policy.base import EvictionPolicy, LeafLinks
@@ -44,9 +47,11 @@ _TIME_UNIT_NS = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of what is kept in Python objects: blocks being written, leases, keys and time of one lease."""
+    """Bounds of what is kept in Python objects: blocks being written, durable ones that are staged, leases, keys and
+    time of one lease."""
 
     writing: int = 65_536
+    staged: int = 65_536
     leases: int = 65_536
     lease_keys: int = 65_536
     lease_ttl_ns: int = 3600 * 10**9
@@ -70,6 +75,9 @@ class Stats:
     evicted_total: int
     deleted_total: int
     lost_total: int
+    durable_blocks: int
+    durable_bytes: int
+    staged: int
 
 
 class Directory:
@@ -101,6 +109,7 @@ class Directory:
         self.leases = LeaseTable(limits.leases, limits.lease_keys, limits.lease_ttl_ns)
         self.leaving = LeavingList(grace_ns)
         self.parts = PartWriter(self, limits.writing)
+        self.durable = DurableWriter(self, limits.staged)
         self.generation = 0
         self.blocks = self.bytes = 0
         self._origin_ns: int | None = None
@@ -108,6 +117,10 @@ class Directory:
         self._handlers: dict[type[Any], Callable[[Any, int], Any]] = {
             ev.Put: self._put,
             ev.PutPart: self.parts.put,
+            ev.StagePut: self.durable.put,
+            ev.Settle: self._settle,
+            ev.Abandon: self.durable.abandon,
+            ev.Restore: self._restore,
             ev.Touch: self._touch,
             ev.Lease: self._lease,
             ev.Renew: self._renew,
@@ -160,6 +173,9 @@ class Directory:
             leased_blocks=len(self.leases.pins),
             leaving_extents=self.leaving.extents_count,
             index=self.generation,
+            durable_blocks=self.durable.blocks,
+            durable_bytes=self.durable.bytes,
+            staged=len(self.durable.staged),
             **{f"{name}_total": count for name, count in self._totals.items()},
         )
 
@@ -213,6 +229,8 @@ class Directory:
         marks, retry_ns = None, 0
         if self.parts.writing:
             marks, retry_ns = self.parts.busy_marks(event.keys, now_ns)
+        if self.durable.is_busy:
+            marks = self.durable.marks(event.keys, event.parents, marks)
         status, slots, parents, nbytes = self.table.put(
             event.keys,
             event.parents,
@@ -310,16 +328,32 @@ class Directory:
                 left[above] -= 1
                 if not left[above]:
                     ready.append(above)
+        done = set(gone)
+        codes = np.array([_deleted(slot, done) for slot in slots], np.uint8)
+        if any(self.durable.is_durable(slot) for slot in gone):
+            return ev.DeleteReply(codes, *self.durable.delete(gone))
         self._leave(gone, now_ns)
         self._totals["deleted"] += len(gone)
-        done = set(gone)
-        codes = [_deleted(slot, done) for slot in slots]
-        return ev.DeleteReply(np.array(codes, np.uint8))
+        return ev.DeleteReply(codes)
+
+    def _settle(self, event: ev.Settle, now_ns: int) -> ev.SettleReply:
+        reply = self.durable.settle(event, now_ns)
+        self._leave(reply.going, now_ns)
+        self._totals["deleted"] += len(reply.going)
+        return reply
+
+    def _restore(self, event: ev.Restore, now_ns: int) -> ev.RestoreReply:
+        return ev.RestoreReply(restore(self, event.rows, event.status, now_ns))
+
+    def durable_rows(self) -> Records:
+        """All durable blocks as rows of the log, COMMIT_DTYPE[n], parents first; the places of their values are the
+        shell's to fill in."""
+        return durable_rows(self)
 
     def _children(self, slot: int) -> int:
-        """Children of a block, visible or being written: what holds it besides leases."""
+        """Children of a block, visible or being written: what holds it besides leases and its class."""
         pins = self.leases.pins
-        return int(self.holds[slot]) - (pins.get(self.words.generation(slot), 0) if pins else 0)
+        return int(self.holds[slot] & ~DURABLE) - (pins.get(self.words.generation(slot), 0) if pins else 0)
 
     def _depart(
         self, slot: int, extents: list[ev.Extent], hide: list[int], now_ns: int, doomed: Collection[int] = ()
@@ -334,6 +368,7 @@ class Directory:
         above = self.parent[slot]
         if above != NONE and above not in doomed:
             self.unhold(above)
+        self.durable.left(slot)
         pins = self.leases.pins
         leases = pins.get(self.words.generation(slot), 0) if pins else 0
         if leases:

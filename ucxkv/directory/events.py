@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
-from ucxkv.directory.slots import U8, Buffer
+from ucxkv.directory.slots import U8, Buffer, Records
 
 Extent: TypeAlias = tuple[int, int, int]
 """(region, offset, length)."""
@@ -77,18 +77,57 @@ class LeaseReply:
 
 @dataclass(frozen=True, slots=True)
 class DeleteReply:
-    """`status` u8[n] of DeleteStatus."""
+    """`status` u8[n] of DeleteStatus.
+
+    batch: not 0 when durable blocks are among them: nothing is gone before it is settled. left: the keys to log as
+    gone.
+    """
 
     status: U8
+    batch: int = 0
+    left: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class RemovedReply:
     """How many blocks, and how many bytes of values, were taken out of sight; their extents follow when they are
-    free."""
+    free. left: the keys of durable ones among them, to log as gone."""
 
     blocks: int
     bytes: int
+    left: Buffer = b""
+
+
+@dataclass(frozen=True, slots=True)
+class StageReply:
+    """`status` u8[n] of PutStatus: what the answer will be when the batch is settled; extents of blocks that are not
+    STORED stay the caller's.
+
+    batch: to settle when the log holds `rows`, or to abandon; 0 when there is nothing to wait for. rows:
+    COMMIT_DTYPE[m], to log in this order, with the places of their values filled in.
+    """
+
+    status: U8
+    batch: int
+    rows: Records
+
+
+@dataclass(frozen=True, slots=True)
+class SettleReply:
+    """`status` u8[n] of PutStatus, final: a STORED of before may have become NO_SPACE or ORDER, and its extent is the
+    caller's then. left: the keys of these, to log as gone. going: slots that a delete took out now.
+    """
+
+    status: U8
+    left: bytes
+    going: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReply:
+    """`status` u8[n] of PutStatus: STORED, or why a block did not come back."""
+
+    status: U8
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +185,48 @@ class PutPart(Event[PutReply]):
     deadline_ns: int
     tier: int = 1
     flag: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StagePut(Event[StageReply]):
+    """Begin to make n single-part blocks durable whose bytes are in place, and what is above them; see `durable`.
+
+    Columns as in Put; all regions are the node's own.
+    """
+
+    keys: Buffer
+    parents: Buffer
+    regions: Buffer
+    offsets: Buffer
+    lengths: Buffer
+    sums: Buffer
+    tier: int = 1
+    flag: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Settle(Event[SettleReply]):
+    """The log holds what this batch, the oldest, named."""
+
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon(Event[Done]):
+    """The log will never hold what this batch, the newest, named."""
+
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restore(Event[RestoreReply]):
+    """Take in what a log came to, before anything else happened: rows COMMIT_DTYPE[n], in the log's order.
+
+    status: u8[n]; those that are not 0 are left out, and with them what is below.
+    """
+
+    rows: Records
+    status: U8
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ucxkv.directory.durable import DURABLE
 from ucxkv.directory.events import Extent
 from ucxkv.directory.records import derived_keys
 from ucxkv.directory.slots import NONE, PART_FLAG
@@ -28,6 +29,8 @@ def check(directory: Directory) -> None:
     _check_extents(directory, visible)
     directory.leases.check()
     directory.parts.writing.check()
+    directory.durable.check()
+    _check_durable(directory, blocks)
     generations = {int(records["generation"][slot]): slot for slot in blocks}
     assert len(generations) == len(blocks) and all(0 < g <= directory.generation for g in generations)
     for generation, leases in directory.leases.pins.items():
@@ -70,22 +73,49 @@ def _check_holds(directory: Directory, visible: set[int], blocks: set[int]) -> N
         assert block.parent_slot == -1 or block.parent_slot in blocks, "I1: a writing block whose parent is not visible"
         assert int(directory.table.find(block.key)[0]) < 0, "a writing block is visible"
         holds[block.parent_slot] += 1
+    for staged in directory.durable.staged.values():
+        assert staged.parent_slot == -1 or staged.parent_slot in blocks, (
+            "I1: a staged block whose parent is not visible"
+        )
+        holds[staged.parent_slot] += 1
+    for slot in (*directory.durable.upgrading, *directory.durable.leaving):
+        holds[slot] += 1
     for slot in blocks:
         holds[slot] += directory.leases.pins.get(directory.words.generation(slot), 0)
-        assert directory.holds[slot] == holds[slot], "holds"
+        assert directory.holds[slot] & ~DURABLE == holds[slot], "holds"
     leaves = directory.policy.leaves()
     assert len(leaves) == len(set(leaves)) == len(directory.policy)
-    assert set(leaves) == {slot for slot in blocks if not holds[slot]}, "the leaves are not what nothing holds"
+    assert set(leaves) == {slot for slot in blocks if not directory.holds[slot]}, (
+        "the leaves are not what nothing holds"
+    )
     prev = directory.arrays["prev"]
     assert not any(prev[slot] for slot in range(directory.table.capacity) if slot not in set(leaves))
 
 
+def _check_durable(directory: Directory, blocks: set[int]) -> None:
+    """I8: above a durable block all is durable; and the counts."""
+    durable = {slot for slot in blocks if directory.durable.is_durable(slot)}
+    for slot in durable:
+        above = directory.parent[slot]
+        assert above == NONE or above in durable, "I8: a durable block whose parent is not"
+        assert directory.words.parts(slot) == 1
+    for block in directory.durable.staged.values():
+        above = block.parent_slot
+        assert above == -1 or above in durable or above in directory.durable.upgrading, "I8: a staged block's parent"
+    for pending in (directory.durable.upgrading, directory.durable.leaving):
+        assert all(slot in blocks and directory.words.generation(slot) == g for slot, g in pending.items())
+    assert directory.durable.blocks == len(durable)
+    assert directory.durable.bytes == sum(directory.words.extent(slot)[2] for slot in durable)
+
+
 def held_extents(directory: Directory, visible: set[int] | None = None) -> list[Extent]:
-    """Every extent the directory has in hand: of the visible slots (default: found here), of writings, and leaving."""
+    """Every extent the directory has in hand: of the visible slots (default: found here), of writings, staged, and
+    leaving."""
     if visible is None:
         visible = _visible(directory)
     spans = [directory.words.extent(slot) for slot in visible]
     spans += [extent for block in directory.parts.writing for extent in block.extents()]
+    spans += [block.extent for block in directory.durable.staged.values()]
     return spans + directory.leaving.extents()
 
 

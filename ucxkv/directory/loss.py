@@ -41,6 +41,7 @@ def lose(directory: Directory, regions: set[int], now_ns: int, slots: Sequence[i
     blocks, derived = gone[~is_derived[gone]], gone[is_derived[gone]]
     order = np.concatenate([blocks, derived])
 
+    left = directory.durable.gone(blocks.tolist())
     for slot in blocks[arrays["prev"][blocks] != 0].tolist():
         directory.policy.remove(slot)
     is_gone = np.zeros(len(records) + 1, np.bool_)
@@ -55,7 +56,7 @@ def lose(directory: Directory, regions: set[int], now_ns: int, slots: Sequence[i
     table.hide(order.astype(np.int32))
     directory.leaving.forget(regions)
     directory.parts.lost(set(blocks.tolist()) if directory.parts.writing else set(), regions, now_ns)
-    return RemovedReply(len(blocks), size)
+    return RemovedReply(len(blocks), size, left)
 
 
 def _free(directory: Directory, order: npt.NDArray[np.int64], regions: set[int], now_ns: int) -> None:

@@ -109,6 +109,8 @@ class PartWriter:
             return PutStatus.REFUSED, 0
         if slot >= 0:
             return PutStatus.ALREADY, 0
+        if key in self._directory.durable.staged or above in self._directory.durable.leaving:
+            return PutStatus.BUSY, 0
         block = self.writing.get(key)
         if block is None:
             parent_block = self._writing_parent(event, parent) if above < 0 else None

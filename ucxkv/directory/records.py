@@ -61,6 +61,11 @@ class SlotWords:
         head = words[at + 3]
         return (head >> 48, words[at + 4], words[at + 5] & 0xFFFFFFFF) if head >> 40 & 0xFF <= 1 else None
 
+    def tail(self, slot: int) -> tuple[int, int, int]:
+        """Its tier, the writer's flag, and the sum of its value."""
+        words, at = self._words, 8 * slot
+        return words[at + 5] >> 32 & 0xFF, words[at + 5] >> 48 & 0xFF, words[at + 6]
+
     def is_derived(self, slot: int) -> bool:
         """Whether it is part p >= 1 of a block."""
         return bool(self._words[8 * slot + 5] >> 40 & 1)

@@ -21,6 +21,15 @@ _SLOT = struct.Struct("<16sQIBBHQIB3sQII")
 assert _SLOT.size == SLOT_BYTES
 
 
+def slot_record(
+    key: bytes, generation: int, extent: Extent, tier: int, flag: int, total: int, part: int = 0, parts: int = 1
+) -> bytes:
+    """The slot to publish for one part of a block, 64 bytes; the table fills in the rest."""
+    region, offset, length = extent
+    flags = bytes((PART_FLAG if part else 0, flag, 0))
+    return _SLOT.pack(key, generation, 0, 0, parts, region, offset, length, tier, flags, total, 0, 0)
+
+
 @dataclass(slots=True, eq=False)
 class Writing:
     """One block: `sealed` maps a part to its (extent, sum). parent_slot: -1 for a root, or while `parent` is set.
@@ -52,11 +61,9 @@ class Writing:
         """The slots to publish, 64 bytes each: the derived parts first, the block itself last."""
         out = []
         for part in range(self.parts - 1, -1, -1):
-            (region, offset, length), total = self.sealed[part]
-            key, flags = part_key(self.key, part, self.parts), bytes((PART_FLAG if part else 0, self.flag, 0))
-            out.append(
-                _SLOT.pack(key, generation, 0, 0, self.parts, region, offset, length, self.tier, flags, total, 0, 0)
-            )
+            extent, total = self.sealed[part]
+            key = part_key(self.key, part, self.parts)
+            out.append(slot_record(key, generation, extent, self.tier, self.flag, total, part, self.parts))
         return b"".join(out)
 
 
