@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ucxkv import errors
-from ucxkv.control import Change, ChangeKind, Clock, Conflict, Entry, Lease, LeaseLost, OutcomeUnknown
+from ucxkv.control import Change, ChangeKind, Clock, Conflict, ControlClosed, Entry, Lease, LeaseLost, OutcomeUnknown
 from ucxkv.control.base import check_change, check_key, check_prefix, check_ttl
 
 _T = TypeVar("_T")
@@ -263,7 +263,7 @@ class MemoryControl:
                 if found:
                     continue
             await self.store.changed()
-        raise errors.Unavailable("this control plane was closed")
+        raise ControlClosed()
 
     async def aclose(self) -> None:
         self._is_closed = True
@@ -277,7 +277,7 @@ class MemoryControl:
     async def _ask(self, act: Callable[[], _T], call: str) -> _T:
         """One call: there, its instant, and back, with the faults that are on when each step is taken."""
         if self._is_closed:
-            raise errors.Unavailable("this control plane was closed")
+            raise ControlClosed()
         await self._travel()
         if self.outage is Outage.REFUSE:
             raise errors.Unavailable(f"the control plane refused {call}")

@@ -232,7 +232,7 @@ async def test_two_leases_on_keys_of_their_own(plane: ControlPlane, engine: Engi
 
 async def test_what_no_engine_could_hold_is_refused(plane: ControlPlane) -> None:
     """Goal: bad input is a UsageError and changes nothing. Method: keys, values, revisions and times out of bounds."""
-    for key in ("", "a\0b", "a\nb", "x" * 513):
+    for key in ("", "a\0b", "a\nb", "x" * 1025):
         with pytest.raises(errors.UsageError):
             await plane.get(key)
         with pytest.raises(errors.UsageError):
@@ -247,7 +247,7 @@ async def test_what_no_engine_could_hold_is_refused(plane: ControlPlane) -> None
         with pytest.raises(errors.UsageError):
             await plane.lease(ttl_s)
     assert (await plane.list(""))[0] == []
-    assert (await put(plane, "x" * 512, bytes(1 << 20))).value == bytes(1 << 20)
+    assert (await put(plane, "x" * 1024, bytes(1 << 20))).value == bytes(1 << 20)
 
 
 async def test_closing_ends_watches_and_leases_and_later_calls(engine: Engine) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "ChangeKind",
     "Clock",
     "Conflict",
+    "ControlClosed",
     "ControlPlane",
     "Entry",
     "LeaseLost",
@@ -47,7 +48,7 @@ __all__ = [
 DRIFT: Final = 0.01
 """How much two clocks' rates may differ: the holder of a lease takes this share off its time."""
 
-KEY_BYTES_MAX: Final = 512
+KEY_BYTES_MAX: Final = 1024
 VALUE_BYTES_MAX: Final = 1 << 20
 """etcd refuses requests above 1.5 MiB; configuration is small."""
 
@@ -91,6 +92,13 @@ class Conflict(errors.StaleError):
 
 class LeaseLost(errors.StaleError):
     """The lease is over: nothing was changed. Get a new one, and look again at all that the old one protected."""
+
+
+class ControlClosed(errors.Unavailable):
+    """This handle was closed: no retry helps. Open another."""
+
+    def __init__(self, message: str = "this control plane was closed") -> None:
+        super().__init__(message)
 
 
 class OutcomeUnknown(errors.Unavailable):

@@ -24,6 +24,7 @@ from ucxkv.control.base import (
     Change,
     ChangeKind,
     Conflict,
+    ControlClosed,
     Entry,
     LeaseLost,
     OutcomeUnknown,
@@ -173,7 +174,7 @@ class EtcdControl:
                 attempt += 1
             finally:
                 await stream.aclose()
-        raise errors.Unavailable("this control plane was closed")
+        raise ControlClosed()
 
     async def aclose(self) -> None:
         """See `ControlPlane`."""

@@ -21,6 +21,7 @@ import grpc.aio
 from etcd3aio import _protobuf as pb
 
 from ucxkv import errors
+from ucxkv.control.base import ControlClosed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
@@ -200,7 +201,7 @@ class EtcdClient:
 
     def _refuse_closed(self) -> None:
         if self.is_closed:
-            raise errors.Unavailable("this control plane was closed")
+            raise ControlClosed()
 
     @contextlib.contextmanager
     def _errors(self, method: str) -> Iterator[None]:
@@ -225,7 +226,7 @@ class EtcdClient:
         code, words = exc.code(), exc.details() or ""
         at = self._endpoints[self._at % len(self._endpoints)]
         if self.is_closed:
-            return errors.Unavailable("this control plane was closed")
+            return ControlClosed()
         if code is grpc.StatusCode.NOT_FOUND and "lease" in words:
             return NoLease()
         if code in _OPERATOR:

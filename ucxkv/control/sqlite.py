@@ -17,6 +17,7 @@ from ucxkv import errors
 from ucxkv.control.base import (
     Change,
     ChangeKind,
+    ControlClosed,
     Entry,
     LeaseLost,
     OutcomeUnknown,
@@ -139,7 +140,7 @@ class SqliteControl:
                     yield change
         finally:
             self._watchers.discard(news)
-        raise errors.Unavailable("this control plane was closed")
+        raise ControlClosed()
 
     async def aclose(self) -> None:
         """See `ControlPlane`."""
@@ -184,7 +185,7 @@ class SqliteControl:
 
     async def _run(self, act: Callable[[], _T], call: str) -> _T:
         if self._is_closed:
-            raise errors.Unavailable("this control plane was closed")
+            raise ControlClosed()
         asked = self._thread.submit(act)
         answer = asyncio.wrap_future(asked)
         try:
