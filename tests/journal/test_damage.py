@@ -113,6 +113,23 @@ def test_a_good_frame_behind_a_tear_never_comes_back() -> None:
     assert journal.recovered.stopped.kind is StopKind.END
 
 
+def test_a_torn_frame_is_not_completed_by_the_write_that_follows_it() -> None:
+    """Goal: a frame that recovery dropped stays dropped (found by the state machine). Method: a power cut leaves the
+    first sector of a frame; after the restart another frame is written in its place, and a second cut leaves only
+    that one's last sector, which is the very one that the first frame lacked: it must not be there again."""
+    files = FaultyFiles()
+    journal = PlainJournal(files)
+    journal.write(b"x" * 900, epoch=1)
+    name = _log_of(files.content())
+    whole = files.content()[name]
+    torn = whole[: BLOCK_BYTES + 512] + bytes(len(whole) - BLOCK_BYTES - 512)
+    files = FaultyFiles({name: torn})
+    assert PlainJournal(files).recovered.stopped.kind is StopKind.TORN
+    wiped = files.after_power_cut(None).content()[name]
+    files = FaultyFiles({name: wiped[: BLOCK_BYTES + 512] + whole[BLOCK_BYTES + 512 :]})
+    assert read(files)[1] == []
+
+
 def test_frames_of_a_recycled_file_are_not_taken_for_new_ones() -> None:
     """Goal: a file's earlier life is never read. Method: files are recycled by snapshots many times over; after every
     frame a restart finds exactly what was written, though old good frames lie behind the end."""

@@ -197,6 +197,7 @@ _FIXES = {
     errno.EPERM: "give the node's user read and write access to the folder and all files in it",
     errno.EIO: "check the disk (dmesg, smartctl -a), replace it if it fails; then start the node again",
     errno.ENOTDIR: "name a folder: something else is there",
+    errno.EEXIST: "name a folder: something else is there",
 }
 
 

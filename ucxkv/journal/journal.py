@@ -342,7 +342,7 @@ class Journal:
 
         epoch: kept with it. lsn: durable, and not before the last snapshot's. chunks: read in the loop, one after the
         other, 256 MiB at most each; come back as they were. Snapshots are always synced. Raises SetupError when the
-        disk refuses: nothing has changed then, and appending goes on.
+        disk refuses: no record is lost then, and appending goes on.
         """
         async with self._snapshot_turn:
             if self._failed is not None:

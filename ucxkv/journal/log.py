@@ -131,10 +131,18 @@ class Log:
         self._buffer = memoryview(mmap.mmap(-1, 1 << 20))
 
     def resume(self, offset: int, last_sum: int, last_frame_sum: int) -> None:
-        """Go on in the last file, behind its last good frame."""
+        """Go on in the last file, behind its last good frame. What is no good frame there loses its head: else the next
+        write, cut short by a second crash, might complete a torn frame of the crash before."""
         last = self._logs[-1]
+        handle = self._files.open(last.name)
+        try:
+            self._end = min(last.file_bytes, self._files.size(handle))
+            if offset + BLOCK_BYTES <= self._end and any(self._files.read(handle, offset, BLOCK_BYTES)):
+                self._files.write(handle, offset, memoryview(_ZEROS)[:BLOCK_BYTES])
+                self._files.sync(handle)
+        finally:
+            self._files.close(handle)
         self._handle = self._files.open(last.name, direct=self._is_synced)
-        self._end = min(last.file_bytes, self._files.size(self._handle))
         self._offset, self._sum, self._last_frame_sum = offset, last_sum, last_frame_sum
 
     def begin(self, lsn: int) -> None:

@@ -172,11 +172,11 @@ class SnapshotWriter:
 
 
 class Generations:
-    """The whole snapshots that are kept, newest last, and the names of damaged ones."""
+    """The whole snapshots that are kept, newest last, and the names of those to remove."""
 
     def __init__(self, files: Files, whole: Sequence[Snapshot], damaged: Sequence[str]) -> None:
         self._files = files
-        self._kept, self._damaged = list(whole), list(damaged)
+        self._kept, self._obsolete = list(whole), list(damaged)
 
     @property
     def newest_lsn(self) -> int:
@@ -184,8 +184,8 @@ class Generations:
         return self._kept[-1].lsn if self._kept else 0
 
     def finish(self, writer: SnapshotWriter) -> int:
-        """Make what was written the newest, remove all but the one before it; returns that one's lsn: the log up to it
-        is needed no more. OSError: it is not there, or nothing was removed."""
+        """Make what was written the newest and remove all but the one before it; returns that one's lsn: the log up to
+        it is needed no more. What cannot be removed is tried again next time. OSError: there is no new snapshot."""
         try:
             made = writer.finish()
         except BaseException:
@@ -193,8 +193,14 @@ class Generations:
             raise
         others = [each for each in self._kept if each.name != made.name]
         self._kept = [*others[-1:], made]
-        for name in [each.name for each in others[:-1]] + [name for name in self._damaged if name != made.name]:
-            with contextlib.suppress(FileNotFoundError):
-                self._files.remove(name)
-        self._damaged.clear()
+        self._obsolete += [each.name for each in others[:-1]]
+        self._obsolete = [name for name in self._obsolete if name != made.name and not self._remove(name)]
         return others[-1].lsn if others else 0
+
+    def _remove(self, name: str) -> bool:
+        """Whether it is gone."""
+        try:
+            self._files.remove(name)
+        except OSError as exc:
+            return isinstance(exc, FileNotFoundError)
+        return True
