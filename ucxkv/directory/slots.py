@@ -355,7 +355,7 @@ class SlotReader:
     def contains(self, key: bytes) -> bool:
         """Whether one key, exactly 16 bytes (unchecked), is visible: `exists` at a fraction of its cost."""
         run = self._lib.slots_match(self._table, 1, key)
-        if run == _UNSERVED:
+        if run > 1:
             raise self._refuse()
         return bool(run)
 

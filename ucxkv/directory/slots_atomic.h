@@ -173,12 +173,16 @@ typedef struct {
     uint8_t gone[BATCH];  /* the home line has no such tag and nothing was pushed past it */
 } batch;
 
-/* Hashes up to BATCH keys and requests their lines, then their slots: two rounds of overlapping cache misses for the batch. */
-static inline void batch_open(const kv_table *t, const uint8_t *keys, unsigned n, batch *b) {
+/* Hashes up to BATCH keys and requests their lines. */
+static inline void batch_hash(const kv_table *t, const uint8_t *keys, unsigned n, batch *b) {
     for (unsigned i = 0; i < n; i++) {
         b->hash[i] = hash_key(t, keys + 16 * i);
         __builtin_prefetch(line_at(t, home_line(t, b->hash[i])));
     }
+}
+
+/* Looks into the lines that have come and requests the slots they name. */
+static inline void batch_aim(const kv_table *t, unsigned n, batch *b) {
     for (unsigned i = 0; i < n; i++) {
         const uint8_t *l = line_at(t, home_line(t, b->hash[i]));
         uint32_t slot;
@@ -188,6 +192,46 @@ static inline void batch_open(const kv_table *t, const uint8_t *keys, unsigned n
         b->slot[i] = slot;
         b->gone[i] = !seen && !get64(l + 56);
     }
+}
+
+/* Both for one batch: two rounds of overlapping cache misses. */
+static inline void batch_open(const kv_table *t, const uint8_t *keys, unsigned n, batch *b) {
+    batch_hash(t, keys, n, b);
+    batch_aim(t, n, b);
+}
+
+/* n keys on their way, a batch at a time: while one is searched, the slots of the next and the lines of the one after it are
+ * being fetched, so that a call waits for the first of them only. */
+typedef struct {
+    const kv_table *t;
+    const uint8_t *keys;
+    uint64_t n;
+    batch ring[3];
+} stream;
+
+static inline unsigned stream_count(const stream *s, uint64_t at) {
+    return at >= s->n ? 0 : s->n - at < BATCH ? (unsigned)(s->n - at) : BATCH;
+}
+
+static inline batch *stream_batch(stream *s, uint64_t at) { return &s->ring[at / BATCH % 3]; }
+
+static inline void stream_hash(stream *s, uint64_t at) {
+    unsigned n = stream_count(s, at);
+    if (n) batch_hash(s->t, s->keys + 16 * at, n, stream_batch(s, at));
+}
+
+static inline void stream_open(stream *s, const kv_table *t, uint64_t n, const uint8_t *keys) {
+    s->t = t, s->keys = keys, s->n = n;
+    stream_hash(s, 0);
+    stream_hash(s, BATCH);
+    batch_aim(t, stream_count(s, 0), stream_batch(s, 0));
+}
+
+/* The batch that begins at key `at`, a multiple of BATCH; to be asked for in order, each once. */
+static inline const batch *stream_next(stream *s, uint64_t at) {
+    stream_hash(s, at + 2 * BATCH);
+    batch_aim(s->t, stream_count(s, at + BATCH), stream_batch(s, at + BATCH));
+    return stream_batch(s, at);
 }
 
 /* search() of key i of a batch: mostly one slot to look at, or none. */

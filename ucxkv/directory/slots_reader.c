@@ -27,13 +27,14 @@ uint64_t slots_lookup(const kv_table *t, uint64_t n, const void *keys, void *out
     kv_slot *o = out;
     uint8_t *f = found;
     uint64_t hits = 0;
-    batch b;
+    stream s;
+    stream_open(&s, t, n, k);
     for (uint64_t at = 0; at < n; at += BATCH) {
-        unsigned m = n - at < BATCH ? (unsigned)(n - at) : BATCH;
-        batch_open(t, k + 16 * at, m, &b);
+        unsigned m = stream_count(&s, at);
+        const batch *b = stream_next(&s, at);
         for (unsigned i = 0; i < m; i++) {
             kv_slot copy;
-            int hit = batch_search(t, k + 16 * (at + i), &b, i, &copy) != SLOTS_NONE;
+            int hit = batch_search(t, k + 16 * (at + i), b, i, &copy) != SLOTS_NONE;
             f[at + i] = (uint8_t)hit;
             hits += (unsigned)hit;
             if (hit) o[at + i] = copy;
@@ -44,13 +45,14 @@ uint64_t slots_lookup(const kv_table *t, uint64_t n, const void *keys, void *out
 }
 
 static uint64_t match(const kv_table *t, uint64_t n, const uint8_t *k) {
-    batch b;
+    stream s;
     kv_slot copy;
+    stream_open(&s, t, n, k);
     for (uint64_t at = 0; at < n; at += BATCH) {
-        unsigned m = n - at < BATCH ? (unsigned)(n - at) : BATCH;
-        batch_open(t, k + 16 * at, m, &b);
+        unsigned m = stream_count(&s, at);
+        const batch *b = stream_next(&s, at);
         for (unsigned i = 0; i < m; i++)
-            if (batch_search(t, k + 16 * (at + i), &b, i, &copy) == SLOTS_NONE) return at + i;
+            if (batch_search(t, k + 16 * (at + i), b, i, &copy) == SLOTS_NONE) return at + i;
     }
     return n;
 }
@@ -66,13 +68,14 @@ uint64_t slots_exists(const kv_table *t, uint64_t n, const void *keys, void *out
     const uint8_t *k = keys;
     uint8_t *o = out;
     uint64_t hits = 0;
-    batch b;
+    stream s;
     kv_slot copy;
+    stream_open(&s, t, n, k);
     for (uint64_t at = 0; at < n; at += BATCH) {
-        unsigned m = n - at < BATCH ? (unsigned)(n - at) : BATCH;
-        batch_open(t, k + 16 * at, m, &b);
+        unsigned m = stream_count(&s, at);
+        const batch *b = stream_next(&s, at);
         for (unsigned i = 0; i < m; i++) {
-            o[at + i] = batch_search(t, k + 16 * (at + i), &b, i, &copy) != SLOTS_NONE;
+            o[at + i] = batch_search(t, k + 16 * (at + i), b, i, &copy) != SLOTS_NONE;
             hits += o[at + i];
         }
     }
@@ -222,13 +225,14 @@ size_t slots_resolve(void *ctx, size_t n, const uint8_t *keys, kv_found *out) {
     const kv_resolver *r = ctx;
     kv_table t = table_now(r->table);
     size_t hits = 0;
-    batch b;
-    for (size_t at = 0; at < n; at += BATCH) {
-        unsigned m = n - at < BATCH ? (unsigned)(n - at) : BATCH;
-        batch_open(&t, keys + 16 * at, m, &b);
+    stream s;
+    stream_open(&s, &t, n, keys);
+    for (uint64_t at = 0; at < n; at += BATCH) {
+        unsigned m = stream_count(&s, at);
+        const batch *b = stream_next(&s, at);
         for (unsigned i = 0; i < m; i++) {
             kv_slot slot;
-            uint32_t number = batch_search(&t, keys + 16 * (at + i), &b, i, &slot);
+            uint32_t number = batch_search(&t, keys + 16 * (at + i), b, i, &slot);
             hits += locate(r->regions, r->n_regions, number, &slot, out + at + i) == KV_HIT;
         }
     }
