@@ -266,6 +266,7 @@ _COLUMNS = {
     "cpu_s_per_gb": "CPU s/GB",
     "cpu_percent": "% of a core",
     "wakeups_s": "wake-ups/s",
+    "vs_first": "vs first",
     "index_bytes_per_block": "index B/block",
 }
 
