@@ -8,24 +8,25 @@
 #   bash scripts/fuzz.sh --keep             puts what earlier runs found (.fuzz/) into those corpora, minimised
 #
 # Targets: wire (parsers of messages), slots (readers of a mapped table), serve (the node's handlers and sessions), fetch (the
-# client's handlers, and the binding's own), protocol (control messages, frames, handshake; Python). With clang: libFuzzer;
-# missing, it is installed where that is possible (Debian, root). Without: gcc ($CC) and tests/native/fuzz_driver.c, which
-# mutates the corpora without feedback from coverage ($SEED repeats a run). The last lines say for each target how many inputs
-# ran, what was found, and how many edges were reached. Exit code 0: nothing was found. A finding stays in .fuzz/.
+# client's handlers, and the binding's own), protocol (control messages, frames, handshake; Python), journal (damaged log files;
+# Python). With clang: libFuzzer; missing, it is installed where that is possible (Debian, root). Without: gcc ($CC) and
+# tests/native/fuzz_driver.c, which mutates the corpora without feedback from coverage ($SEED repeats a run). The last lines say for
+# each target how many inputs ran, what was found, and how many edges were reached. Exit code 0: nothing was found. A finding
+# stays in .fuzz/.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/env.sh
 
 usage() { sed -n '2,15p' "$0" | sed 's/^# \{0,1\}//'; }
 native=(wire slots serve fetch)
-declare -A share=([wire]=1 [slots]=3 [serve]=6 [fetch]=6 [protocol]=4) # of the time
+declare -A share=([wire]=1 [slots]=3 [serve]=6 [fetch]=6 [protocol]=4 [journal]=1) # of the time
 declare -A covered=(
   [wire]="transport/wire.h"
   [slots]="ucxkv/directory/slots_reader.c ucxkv/directory/slots_atomic.h"
   [serve]="transport/serve.c transport/service.c transport/accept.c"
   [fetch]="transport/fetch.c transport/receive.c transport/ops.c transport/ucx.c"
 )
-mode=run seconds=60 targets=("${native[@]}" protocol) file=
+mode=run seconds=60 targets=("${native[@]}" protocol journal) file=
 is_target() { [ -n "${share[$1]:-}" ] || { echo "no target '$1': ${!share[*]}" >&2; exit 2; }; }
 while [ $# -gt 0 ]; do
   case "$1" in
@@ -59,7 +60,8 @@ has_libfuzzer() {
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 libfuzzer=0
-if [ "${needed[*]}" != protocol ]; then
+is_python() { [ "$1" = protocol ] || [ "$1" = journal ]; }
+if [ "${#needed[@]}" -gt 1 ] || ! is_python "${needed[0]}"; then
   if ! has_libfuzzer && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     echo "setup: apt-get install clang and its runtimes (libFuzzer)"
     export DEBIAN_FRONTEND=noninteractive
@@ -92,7 +94,9 @@ export UBSAN_OPTIONS="print_stacktrace=1:abort_on_error=1:${UBSAN_OPTIONS:-}"
 # ---- the other modes
 
 if [ "$mode" = replay ]; then
-  if [ "${targets[0]}" = protocol ]; then exec "$PYTHON" scripts/fuzz_protocol.py --seconds 60 --seed "$(cat "$file")"; fi
+  if is_python "${targets[0]}"; then
+    exec "$PYTHON" "scripts/fuzz_${targets[0]}.py" --seconds 60 --seed "$(cat "$file")"
+  fi
   build "${targets[0]}" "$work/target" "${checks[@]}"
   "$work/target" "$file"
   echo "replay: $file passes now"
@@ -160,20 +164,21 @@ run_native() {
   [ "$code" -eq 0 ]
 }
 
-run_protocol() {
-  local log="$work/protocol.log" code=0
-  "$PYTHON" scripts/fuzz_protocol.py --seconds "$1" >"$log" 2>&1 || code=$?
-  outcome[protocol]="$(tail -1 "$log")"
+run_python() {
+  # run_python NAME SECONDS: 0 when nothing was found
+  local log="$work/$1.log" code=0
+  "$PYTHON" "scripts/fuzz_$1.py" --seconds "$2" >"$log" 2>&1 || code=$?
+  outcome[$1]="$(tail -1 "$log")"
   [ "$code" -eq 0 ] && return
   cat "$log"
-  sed -n 's/^seed //p' "$log" >.fuzz/protocol-seed
-  echo "FOUND by protocol; replay: bash scripts/fuzz.sh --replay protocol .fuzz/protocol-seed"
+  sed -n 's/^seed //p' "$log" >".fuzz/$1-seed"
+  echo "FOUND by $1; replay: bash scripts/fuzz.sh --replay $1 .fuzz/$1-seed"
   return 1
 }
 
 pids=()
 for name in "${targets[@]}"; do
-  [ "$name" = protocol ] && continue
+  is_python "$name" && continue
   build "$name" "$work/$name" "${checks[@]}" &
   pids+=($!)
 done
@@ -182,7 +187,7 @@ for name in "${targets[@]}"; do
   length=$((seconds * share[$name] / total_share))
   [ "$length" -gt 0 ] || length=1
   echo "fuzz: $name, $length s"
-  if [ "$name" = protocol ]; then run_protocol "$length" || failed=1; else run_native "$name" "$length" || failed=1; fi
+  if is_python "$name"; then run_python "$name" "$length" || failed=1; else run_native "$name" "$length" || failed=1; fi
 done
 for name in "${targets[@]}"; do printf 'fuzz: %-8s %s\n' "$name" "${outcome[$name]}"; done
 exit "$failed"

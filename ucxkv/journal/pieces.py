@@ -5,7 +5,8 @@
     earlier life of a recycled file or a tail that was cut left behind does not continue this chain. `run` differs with
     every opening of the journal, so not even the same records written again at the same place continue an old one.
 
-Head, little-endian, the same for every kind of piece and in every version (additions go into the payload):
+Head, little-endian, the same for every kind of piece and in every version (additions go into the payload);
+sequence, lsn and run are below 2**63:
 
     offset bytes  field
      0      4     magic: UKVL file, UKVF frame, UKVS snapshot, UKVC chunk, UKVE end of snapshot
@@ -49,6 +50,7 @@ __all__ = [
     "FILE",
     "FRAME",
     "HEAD_BYTES",
+    "NUMBER_MAX",
     "SNAPSHOT",
     "VERSION",
     "Head",
@@ -62,6 +64,7 @@ __all__ = [
 BLOCK_BYTES = 4096
 HEAD_BYTES = 64
 VERSION = 1
+NUMBER_MAX = (1 << 63) - 1  # of sequence, lsn and run, so that counting on from any of them stays within 64 bits
 FILE, FRAME, SNAPSHOT, CHUNK, END = (int.from_bytes(b"UKV" + x, "little") for x in (b"L", b"F", b"S", b"C", b"E"))
 
 _HEAD = struct.Struct("<IHHIIQQQQQ")
@@ -96,7 +99,7 @@ def read_head(raw: bytes) -> Head | None:
     if len(raw) < HEAD_BYTES:
         return None
     magic, version, zero, length, count, sequence, epoch, lsn, run, previous = _HEAD.unpack_from(raw)
-    if magic not in (FILE, FRAME, SNAPSHOT, CHUNK, END) or zero:
+    if magic not in (FILE, FRAME, SNAPSHOT, CHUNK, END) or zero or max(sequence, lsn, run) > NUMBER_MAX:
         return None
     (total,) = _SUM.unpack_from(raw, _HEAD.size)
     return Head(magic, version, length, count, sequence, epoch, lsn, run, previous, total)

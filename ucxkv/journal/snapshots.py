@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ucxkv.errors import IntegrityError
 from ucxkv.journal.files import Files
-from ucxkv.journal.pieces import CHUNK, END, HEAD_BYTES, SNAPSHOT, VERSION, Head, read_head, seal
+from ucxkv.journal.pieces import CHUNK, END, HEAD_BYTES, NUMBER_MAX, SNAPSHOT, VERSION, Head, read_head, seal
 
 __all__ = [
     "CHUNK_BYTES_MAX",
@@ -49,7 +49,8 @@ def list_snapshots(names: list[str]) -> list[Snapshot]:
     found = []
     for name in names:
         parts = name.split("-")
-        if len(parts) == 3 and parts[0] == "snapshot" and all(x.isdecimal() and len(x) == 20 for x in parts[1:]):
+        is_ours = len(parts) == 3 and parts[0] == "snapshot"
+        if is_ours and all(x.isdecimal() and len(x) == 20 for x in parts[1:]) and int(parts[1]) <= NUMBER_MAX:
             found.append(Snapshot(name, int(parts[2]), int(parts[1])))
     return sorted(found, key=lambda each: (each.lsn, each.epoch))
 

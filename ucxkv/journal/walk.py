@@ -11,7 +11,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ucxkv.journal.files import Files
-from ucxkv.journal.pieces import BLOCK_BYTES, FILE, FRAME, HEAD_BYTES, VERSION, Head, decode_records, padded, read_head
+from ucxkv.journal.pieces import (
+    BLOCK_BYTES,
+    FILE,
+    FRAME,
+    HEAD_BYTES,
+    NUMBER_MAX,
+    VERSION,
+    Head,
+    decode_records,
+    padded,
+    read_head,
+)
 
 __all__ = ["Frame", "LogFile", "StopKind", "Stopped", "Walk", "log_name", "read_log_head", "sequence_of"]
 
@@ -78,7 +89,8 @@ def log_name(sequence: int) -> str:
 def sequence_of(name: str) -> int | None:
     """The number in a log file's name; None when it is none."""
     front, _, number = name.partition("-")
-    return int(number) if front == "log" and len(number) == 20 and number.isdecimal() else None
+    is_ours = front == "log" and len(number) == 20 and number.isdecimal() and int(number) <= NUMBER_MAX
+    return int(number) if is_ours else None
 
 
 def read_log_head(files: Files, name: str) -> tuple[Head, bytes] | None:
