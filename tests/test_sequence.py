@@ -29,6 +29,7 @@ class DictStore:
         self.values: dict[bytes, bytes] = {}
         self.gets = 0
         self.puts = 0
+        self.durable = 0
         self.gate: asyncio.Event | None = None
         self.writing = 0
         self.broken: Exception | None = None
@@ -62,13 +63,14 @@ class DictStore:
         return GetResult(status, np.where(status == 0, pieces.nbytes, 0))
 
     async def put_many(
-        self, keys: Keys, blocks: object, parents: Keys, *, deadline_s: float | None = None
+        self, keys: Keys, blocks: object, parents: Keys, *, durable: bool = False, deadline_s: float | None = None
     ) -> PutResult:
         rows = [row.tobytes() for row in as_key_array(keys)]
         above = [row.tobytes() for row in as_key_array(parents, allow_root=True)]
         pieces = as_sources(blocks, len(rows))
         status = np.full(len(rows), PutStatus.STORED, np.uint8)
         self.puts += len(rows)
+        self.durable += len(rows) * durable
         for index, (key, parent) in enumerate(zip(rows, above, strict=True)):
             if parent != bytes(16) and parent not in self.values:
                 status[index] = PutStatus.ORDER
@@ -194,6 +196,9 @@ async def test_saving_again_sends_only_what_is_missing_and_survives_eviction_bet
     assert store.puts == 4
     again = await Sequence(store, LAYOUT, TOKENS).save(source)
     assert (store.puts, again.start, again.blocks, again.stored) == (6, 4, 6, 2)
+    kept = await Sequence(store, LAYOUT, TOKENS).save(source, durable=True)
+    assert (store.durable, kept.start, kept.blocks) == (1, 5, 6)  # the last one again: it takes those above it along
+    store.puts -= 1
     nothing = await Sequence(store, LAYOUT, TOKENS).save(source)
     assert (store.puts, nothing.blocks, nothing.stored, nothing.status.shape) == (6, 6, 0, (1, 0))
 

@@ -32,6 +32,7 @@ __all__ = ["TOKEN_VARIABLE", "load_config", "node_config", "token_from"]
 TOKEN_VARIABLE = "UCXKV_TOKEN"
 _FIELDS = {field.name for field in dataclasses.fields(NodeConfig)}
 _HUGE_PAGES = ("auto", "never", "require")
+_DURABILITIES = ("memory", "process", "power")
 _HOST_BYTES_MIN = 1 << 20
 
 
@@ -116,6 +117,18 @@ def _check(config: NodeConfig, origin: Mapping[str, str]) -> None:
         raise refuse("name", config.name, "1 to 128 printable characters")
     if config.huge_pages not in _HUGE_PAGES:
         raise refuse("huge_pages", config.huge_pages, " | ".join(_HUGE_PAGES))
+    if config.durability not in _DURABILITIES:
+        raise refuse("durability", config.durability, " | ".join(_DURABILITIES))
+    if config.durability == "power":
+        raise SetupError(
+            f"{origin.get('durability', 'default')}: durability = 'power' needs a tier that keeps values without power",
+            found="values in DRAM",
+            needed="the NVMe tier, which this version does not have",
+            fix="durability = 'process': blocks survive the end of the node's process, not that of the machine",
+        )
+    if (config.durability == "process") != bool(config.state_dir):
+        needed = "a folder, as durability is not memory" if not config.state_dir else "durability = 'process' with it"
+        raise refuse("state_dir", config.state_dir, needed)
     if config.host_bytes < _HOST_BYTES_MIN:
         raise refuse("host_bytes", config.host_bytes, "at least 1MiB")
     for key in ("free_low", "free_high", "grant_share_max"):

@@ -55,7 +55,7 @@ class KvClient(Protocol):
         """See Client.get_many."""
 
     async def put_many(
-        self, keys: Keys, blocks: object, parents: Keys, *, deadline_s: float | None = None
+        self, keys: Keys, blocks: object, parents: Keys, *, durable: bool = False, deadline_s: float | None = None
     ) -> PutResult:
         """See Client.put_many."""
 
@@ -146,13 +146,15 @@ class Sequence:
         block_ids: npt.ArrayLike | None = None,
         start: int | None = None,
         blocks: int | None = None,
+        durable: bool = False,
         deadline_s: float | None = None,
     ) -> SaveResult:
         """Store the sequence's blocks from a paged cache; blocks that are there already are not sent again.
 
         cache: see PagedMemory; borrowed until this returns. block_ids: the page of each block, from block 0 on; None
         means 0, 1, 2 ... start: first block to store; None asks `match` what is there. blocks: end of what to store,
-        default all.
+        default all. durable: see Client.put; blocks that are there already become durable with the last of them, which
+        is sent again.
         Raises UsageError. A full or dead node shows in the result's status.
         """
         memory = PagedMemory(cache, self.layout, writable=False)
@@ -162,14 +164,16 @@ class Sequence:
         pages = memory.page_numbers(block_ids, end)
         until = _Until(deadline_s)
         first = min(await self.match(deadline_s=until.left_s()), end) if start is None else start
-        result = await self._put(memory, pages, first, end, until)
+        if durable and start is None:
+            first = max(0, first - 1)  # what is there may be of class cache: its last block takes all above it along
+        result = await self._put(memory, pages, first, end, until, durable)
         if first and start is None and (result.status == PutStatus.ORDER).any():
             # Blocks that matched were evicted before their children came: store the whole chain.
-            result = await self._put(memory, pages, 0, end, until)
+            result = await self._put(memory, pages, 0, end, until, durable)
         return result
 
     async def _put(
-        self, memory: PagedMemory, pages: npt.NDArray[np.int64], start: int, end: int, until: _Until
+        self, memory: PagedMemory, pages: npt.NDArray[np.int64], start: int, end: int, until: _Until, durable: bool
     ) -> SaveResult:
         status = np.zeros((len(self._chains), end - start), np.uint8)
         stored, whole = 0, end
@@ -179,7 +183,11 @@ class Sequence:
             parents = np.zeros((end - start, 16), np.uint8)
             parents[1 if start == 0 else 0 :] = chain[max(start - 1, 0) : end - 1]
             result = await self._kv.put_many(
-                chain[start:end], memory.pieces(pages[start:end], group), parents, deadline_s=until.left_s()
+                chain[start:end],
+                memory.pieces(pages[start:end], group),
+                parents,
+                durable=durable,
+                deadline_s=until.left_s(),
             )
             status[group] = result.status
             stored += result.stored

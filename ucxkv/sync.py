@@ -105,10 +105,16 @@ class SyncClient:
             raise
 
     def put(
-        self, key: bytes, block: object, parent: bytes | None = None, *, deadline_s: float | None = None
+        self,
+        key: bytes,
+        block: object,
+        parent: bytes | None = None,
+        *,
+        durable: bool = False,
+        deadline_s: float | None = None,
     ) -> PutStatus:
         """Store one block."""
-        return self._run(self._client.put(key, block, parent, deadline_s=deadline_s))
+        return self._run(self._client.put(key, block, parent, durable=durable, deadline_s=deadline_s))
 
     def put_many(self, keys: Keys, blocks: object, parents: Any = None, **options: Any) -> PutResult:
         """Store n blocks; options as `Client.put_many`."""

@@ -151,7 +151,7 @@ async def test_parts_spread_over_nodes_and_are_visible_together(inner: list[Node
             got = await other.get_many(k, into, part=Part(part, 3))
             assert got.hits == 30 and (into == arrays[part]).all()
         assert all(part_nodes(key, 3, Members(NAMES)) for key in k)  # type: ignore[arg-type]
-        assert sum(sum(m.values()) for node in inner for m in node.store._adopted.values()) > 0
+        assert sum(node.store.adoption.bytes_count for node in inner) > 0
         again = await kv.put_many(k, arrays[0], part=Part(0, 3, 8))
         assert (again.status == PutStatus.ALREADY).all()
         assert (await other.delete(k)).tolist() == [ucxkv.DeleteStatus.DELETED] * 30
@@ -317,12 +317,13 @@ async def test_a_link_that_breaks_one_way_is_forgotten_on_both_sides(inner: list
         first, second = inner[0], inner[1]
         for put_id, name in enumerate(("n1", "n2", "n1", "n2"), 1):
             await put_parts(kv, chain_at(name, 6), 3, put_id)
-        assert second.store.adopted_bytes("n1") and first.store.adopted_bytes("n2")
+        assert second.store.adoption.bytes_of("n1") and first.store.adoption.bytes_of("n2")
         link = first.peers._links[second.node_id]
         assert link.dialed is not None
         link.dialed.connection.abort()
         await wait_until(
-            lambda: not (second.store.adopted_bytes("n1") or first.store.adopted_bytes("n2")), "both have forgotten"
+            lambda: not (second.store.adoption.bytes_of("n1") or first.store.adoption.bytes_of("n2")),
+            "both have forgotten",
         )
         await wait_until(lambda: len(first.peers.members()) == 3 == len(second.peers.members()), "linked again")
         for put_id, name in enumerate(("n1", "n2"), 10):

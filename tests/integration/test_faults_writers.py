@@ -268,7 +268,7 @@ async def test_an_extent_that_another_node_adopted_takes_no_more_writes_of_its_w
 
                 done = await asyncio.to_thread(ask)
                 assert isinstance(done, m.PutDone) and done.status[0] == PutStatus.SEALED, done
-                assert holder.store.adopted_bytes("n1") >= LENGTH
+                assert holder.store.adoption.bytes_of("n1") >= LENGTH
                 view[:] = b"\x22" * LENGTH
                 await asyncio.to_thread(writer.tell, "scribble-all")
                 await wait_until(lambda: holder.service.numbers()["message_refused"] == 1, "the write is refused")

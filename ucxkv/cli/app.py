@@ -21,6 +21,7 @@ app = typer.Typer(
     help="Stores the attention KV cache of LLM inference: run nodes, look into them, measure them.",
 )
 app.command("node")(node.node)
+app.command("forget")(node.forget)
 app.command("status")(data.status)
 app.command("put")(data.put)
 app.command("get")(data.get)

@@ -8,6 +8,7 @@ tree of another machine can be judged. `fail` means ucxkv cannot run here; `warn
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -290,6 +291,47 @@ def check_cpus(host: Host) -> Finding:
     )
 
 
+def check_kept_memory(host: Host) -> Finding:
+    """Which nodes keep durable blocks in shared memory, and will they come back for them?"""
+    kept, orphans = [], []
+    for name in host.names("dev/shm"):
+        owner = _owner(host.root / "dev/shm" / name) if name.endswith("-grants") else None
+        if owner is None:
+            continue
+        node, folder = owner
+        try:
+            size = (host.root / "dev/shm" / name.removesuffix("-grants")).stat().st_size
+        except OSError:
+            size = 0
+        kept.append(f"{node} ({short_size(size)}, state in {folder})")
+        if not (host.root / folder.lstrip("/") / "node.json").exists():
+            orphans += [name.removesuffix("-grants"), name]
+    if not kept:
+        return Finding("kept memory", State.OK, "no node keeps durable blocks here")
+    if not orphans:
+        fix = "a node that will not come back: `ucxkv forget STATE_DIR`"
+        return Finding(
+            "kept memory", State.INFO, f"of {', '.join(kept)}", "shared memory, also while they are down", fix
+        )
+    return Finding(
+        "kept memory",
+        State.WARN,
+        f"of {', '.join(kept)}",
+        "the state of some is gone from here (or lies in another container): nobody may ever free their memory",
+        f"if so: rm {' '.join('/dev/shm/' + name for name in orphans)}",
+    )
+
+
+def _owner(path: Path) -> tuple[str, str] | None:
+    """Node and state_dir that a grant ledger's first page names; None for any other file."""
+    try:
+        with path.open("rb") as file:
+            head = json.loads(file.read(4096).rstrip(b"\0"))
+        return str(head["node"]), str(head["state_dir"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 CHECKS: tuple[Callable[[Host], Finding], ...] = (
     check_native,
     check_ucx,
@@ -299,6 +341,7 @@ CHECKS: tuple[Callable[[Host], Finding], ...] = (
     check_huge_pages,
     check_memlock,
     check_shared_memory,
+    check_kept_memory,
     check_process_vm,
     check_io_uring,
     check_rdma,

@@ -116,6 +116,9 @@ def put(
     key: Annotated[str, typer.Argument(help="32 hexadecimal digits, or name:TEXT.")],
     file: Annotated[Path, typer.Argument(help="File whose bytes to store; - reads standard input.")] = Path("-"),
     parent: Annotated[str | None, typer.Option("--parent", help="Key of the block before it; default: a root.")] = None,
+    durable: Annotated[
+        bool, typer.Option("--durable", help="Keep it when the node's process ends; not evicted.")
+    ] = False,
     address: AddressOption = None,
     as_json: JsonOption = False,
     token_file: TokenFileOption = None,
@@ -134,7 +137,7 @@ def put(
 
     async def store() -> tuple[str, bool]:
         async with connected(address, token_file, timeout, path) as kv:
-            status = await kv.put(own, value, parent=before)
+            status = await kv.put(own, value, parent=before, durable=durable)
             return status.name, status.name in ("STORED", "ALREADY")
 
     name, stored = asyncio.run(store())

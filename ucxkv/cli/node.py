@@ -23,7 +23,7 @@ import typer
 if TYPE_CHECKING:
     from ucxkv.node.config import NodeConfig
 
-__all__ = ["READY", "node"]
+__all__ = ["READY", "forget", "node"]
 
 READY = "node.ready"
 _STOP_S = 10.0
@@ -37,6 +37,12 @@ def node(
     huge_pages: Annotated[str | None, typer.Option("--huge-pages", help="auto, never or require.")] = None,
     numa: Annotated[str | None, typer.Option("--numa", help="auto, off or a NUMA node's number.")] = None,
     slots_count: Annotated[int | None, typer.Option("--slots-count", help="Most blocks held; 0 = by size.")] = None,
+    durability: Annotated[
+        str | None, typer.Option("--durability", help="What durable blocks survive: memory (nothing) or process.")
+    ] = None,
+    state_dir: Annotated[
+        str | None, typer.Option("--state-dir", help="Folder for the journal; needed for --durability process.")
+    ] = None,
     join: Annotated[list[str] | None, typer.Option("--join", help="Address of a node to join; repeatable.")] = None,
     advertise: Annotated[str | None, typer.Option("--advertise", help="Address that others are told.")] = None,
     token_file: Annotated[Path | None, typer.Option("--token-file", help="File with the shared token.")] = None,
@@ -70,6 +76,8 @@ def node(
         "huge_pages": huge_pages,
         "numa": numa,
         "slots_count": slots_count,
+        "durability": durability,
+        "state_dir": state_dir,
         "join": tuple(join) if join else None,
         "advertise": advertise,
         "token_file": token_file,
@@ -85,6 +93,17 @@ def node(
     with os.fdopen(os.dup(1), "w") as out, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         os.dup2(2, 1)  # libucp writes its warnings to standard output, which carries the READY line and nothing else
         runner.run(_serve(settings, out))
+
+
+def forget(
+    state_dir: Annotated[Path, typer.Argument(help="The folder that the node was given as --state-dir.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Delete what a stopped node keeps: its journal and its durable blocks' memory."""
+    from ucxkv.node.state import forget as forget_state
+
+    gone = forget_state(state_dir)
+    print(json.dumps({"deleted": gone}) if as_json else "\n".join(f"deleted {path}" for path in gone))
 
 
 async def _serve(config: NodeConfig, out: TextIO) -> None:

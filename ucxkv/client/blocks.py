@@ -115,13 +115,23 @@ class BlockCalls:
     # ---- put
 
     async def put(
-        self, key: bytes, block: object, parent: bytes | None = None, *, deadline_s: float | None = None
+        self,
+        key: bytes,
+        block: object,
+        parent: bytes | None = None,
+        *,
+        durable: bool = False,
+        deadline_s: float | None = None,
     ) -> PutStatus:
         """Store one block; visible to everybody when this returns STORED or ALREADY.
 
         block: a buffer, or a list of buffers that together are the value; borrowed until this returns. parent: the key
         before it in its chain, None for a root; a call of this client that still puts it is waited for. The first
         writer of a key wins. Raises UsageError, ValueTooLarge. A full or dead node is a status.
+
+        durable: it, and what is above it, is not evicted and survives the node's process; STORED and ALREADY mean that
+        then. Raises JournalFailed where the node can log nothing more. Only nodes started with durability = process
+        take it.
         """
         self._check()
         deadline_ns = self._deadline(deadline_s)
@@ -129,7 +139,7 @@ class BlockCalls:
         above = ROOT_KEY if parent is None else as_key(parent)
         source = as_source(block)
         sole = self._router.sole
-        if sole is not None and sole.is_alive and source.is_flat and not self._order.puts(above):
+        if sole is not None and sole.is_alive and source.is_flat and not durable and not self._order.puts(above):
             address, nbytes = int(source.addr[0]), int(source.nbytes[0])
             if nbytes <= THREAD_BYTES:
                 self._busy += 1
@@ -144,7 +154,7 @@ class BlockCalls:
                     self._count_put(1, *((1, nbytes) if done in _STORED else (0, 0)))
                     return PutStatus(done)
         row, parents = np.frombuffer(key, np.uint8).reshape(1, 16), np.frombuffer(above, np.uint8).reshape(1, 16)
-        status = await self._put(row, parents, source, None, deadline_ns)
+        status = await self._put(row, parents, source, None, deadline_ns, durable)
         return PutStatus(status[0])
 
     def _count_put(self, puts: int, stored: int, nbytes: int) -> None:
@@ -161,6 +171,7 @@ class BlockCalls:
         *,
         part: Part | None = None,
         gather: bool = False,
+        durable: bool = False,
         deadline_s: float | None = None,
     ) -> PutResult:
         """Store n blocks in order; each has its own status.
@@ -170,7 +181,7 @@ class BlockCalls:
         a registered buffer. parents: "chain" (each key's parent is the one before it in the call, the first is a
         root), one
         key a block (all zeros = root), or None (all are roots). part: store only this part of each block.
-        gather: copy non-contiguous sources instead of refusing them.
+        gather: copy non-contiguous sources instead of refusing them. durable: see `put`; for whole blocks only.
         """
         rows = self._keys(keys)
         deadline_ns = self._deadline(deadline_s)
@@ -185,9 +196,11 @@ class BlockCalls:
             above = as_key_array(parents, allow_root=True)
             if len(above) != len(rows):
                 raise errors.UsageError(f"{len(above)} parents for {len(rows)} keys; pass one parent a key")
+        if durable and part is not None and part.count > 1:
+            raise errors.UsageError("durable=True with part: only whole blocks are durable; put them in one piece")
         if not len(rows):
             return PutResult(np.empty(0, np.uint8))
-        return PutResult(await self._put(rows, above, pieces, part, deadline_ns))
+        return PutResult(await self._put(rows, above, pieces, part, deadline_ns, durable))
 
     async def _put(
         self,
@@ -196,13 +209,14 @@ class BlockCalls:
         pieces: Pieces,
         part: Part | None,
         deadline_ns: int,
+        durable: bool,
     ) -> npt.NDArray[np.uint8]:
         self._busy += 1
         try:
             call = await self._order.enter(rows, parents, deadline_ns)
             try:
                 if part is None or part.count == 1:
-                    status = await put_blocks(self._router, rows, parents, pieces, deadline_ns)
+                    status = await put_blocks(self._router, rows, parents, pieces, deadline_ns, durable=durable)
                 else:
                     status = await put_parts(self._router, rows, parents, pieces, part, deadline_ns)
             finally:

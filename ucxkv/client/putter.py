@@ -124,14 +124,28 @@ class Putter:
         except (errors.Unavailable, errors.DeadlineExceeded):
             return _UNAVAILABLE
 
-    async def put(self, keys: bytes, parents: bytes, pieces: Pieces, deadline_ns: int) -> U8:
-        """Store n single-part blocks in order; PutStatus u8[n], UNAVAILABLE where no answer came in time."""
+    def check_durable(self) -> None:
+        """Raises UsageError when the node keeps nothing durable."""
+        if self._link.welcome.durability == "memory":
+            raise errors.UsageError(
+                "durable=True, and the node keeps nothing durable: start it with --durability process --state-dir DIR, "
+                "or put without it",
+                node=self._name,
+            )
+
+    async def put(self, keys: bytes, parents: bytes, pieces: Pieces, deadline_ns: int, *, durable: bool = False) -> U8:
+        """Store n single-part blocks in order; PutStatus u8[n], UNAVAILABLE where no answer came in time.
+
+        Raises JournalFailed for a durable put that the node cannot log, UsageError where it keeps nothing durable.
+        """
         n = len(pieces)
+        if durable:
+            self.check_durable()
         self._check_sizes(pieces)
         self._note_put()
         uniform = n == 1 or bool((pieces.nbytes == pieces.nbytes[0]).all())
         if uniform and n <= _CHUNK_KEYS_MAX and int(pieces.nbytes[0]) * n <= _CHUNK_BYTES_MIN:
-            return await self._put_small(keys, parents, pieces, deadline_ns)
+            return await self._put_small(keys, parents, pieces, deadline_ns, durable)
         status = np.full(n, _UNAVAILABLE, np.uint8)
         flying: list[tuple[int, int, asyncio.Future[ControlMessage], int]] = []
         moved = 0
@@ -148,9 +162,8 @@ class Putter:
                         break
                     stop = begin + len(taken)
                     part = pieces.run(begin, stop)
-                    future = await self._send(
-                        keys[16 * begin : 16 * stop], parents[16 * begin : 16 * stop], part, taken, length, deadline_ns
-                    )
+                    some, above = keys[16 * begin : 16 * stop], parents[16 * begin : 16 * stop]
+                    future = await self._send(some, above, part, taken, length, deadline_ns, durable)
                     flying.append((begin, stop, future, length))
                     moved += length * len(taken)
                     if moved >= INLINE_BYTES:
@@ -170,7 +183,7 @@ class Putter:
                 self._connection.discard(future)
         return status
 
-    async def _put_small(self, keys: bytes, parents: bytes, pieces: Pieces, deadline_ns: int) -> U8:
+    async def _put_small(self, keys: bytes, parents: bytes, pieces: Pieces, deadline_ns: int, durable: bool) -> U8:
         """One message, one round trip: the common case."""
         n, length = len(pieces), int(pieces.nbytes[0]) if len(pieces) else 0
         status = np.full(n, _UNAVAILABLE, np.uint8)
@@ -183,9 +196,8 @@ class Putter:
                     break
                 stop = done + len(taken)
                 part = pieces.run(done, stop)
-                future = await self._send(
-                    keys[16 * done : 16 * stop], parents[16 * done : 16 * stop], part, taken, length, deadline_ns
-                )
+                some, above = keys[16 * done : 16 * stop], parents[16 * done : 16 * stop]
+                future = await self._send(some, above, part, taken, length, deadline_ns, durable)
                 self._connection.wait_inline(future, deadline_ns)
                 await self._collect((done, stop, future, length), status)
                 done = stop
@@ -206,7 +218,14 @@ class Putter:
             )
 
     async def _send(
-        self, keys: bytes, parents: bytes, pieces: Pieces, taken: Taken, length: int, deadline_ns: int
+        self,
+        keys: bytes,
+        parents: bytes,
+        pieces: Pieces,
+        taken: Taken,
+        length: int,
+        deadline_ns: int,
+        durable: bool,
     ) -> asyncio.Future[ControlMessage]:
         """Move the bytes, then send the commit; returns the future of its answer."""
         try:
@@ -222,6 +241,7 @@ class Putter:
             lengths=pieces.nbytes.astype(np.uint32).tobytes(),
             sums=sums.tobytes(),
             refill_length=length,
+            durable=durable,
         )
         return self._start(message, deadline_ns)
 

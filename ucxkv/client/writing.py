@@ -72,21 +72,25 @@ def _rows(keys: KeyRows) -> list[bytes]:
     return [raw[i : i + 16] for i in range(0, len(raw), 16)]
 
 
-async def put_blocks(router: Router, keys: KeyRows, parents: KeyRows, pieces: Pieces, deadline_ns: int) -> U8:
-    """Store n single-part blocks: PutStatus u8[n]."""
+async def put_blocks(
+    router: Router, keys: KeyRows, parents: KeyRows, pieces: Pieces, deadline_ns: int, *, durable: bool = False
+) -> U8:
+    """Store n single-part blocks: PutStatus u8[n]. durable: all on nodes that keep them, or UsageError and none."""
     n = len(keys)
     if router.sole is not None:
-        return await router.sole.putter.put(keys.tobytes(), parents.tobytes(), pieces, deadline_ns)
+        return await router.sole.putter.put(keys.tobytes(), parents.tobytes(), pieces, deadline_ns, durable=durable)
     status = np.full(n, PutStatus.UNAVAILABLE, np.uint8)
     homes = await _homes(router, keys, parents, deadline_ns)
-    for link in dict.fromkeys(homes):
-        if link is None or not link.is_alive:
-            continue
+    alive = [link for link in dict.fromkeys(homes) if link is not None and link.is_alive]
+    for link in alive if durable else ():
+        link.putter.check_durable()
+    for link in alive:
         mine = np.array([i for i, home in enumerate(homes) if home is link], np.intp)
         whole = len(mine) == n
         some_keys, some_parents = (keys, parents) if whole else (keys[mine], parents[mine])
         part = pieces if whole else pieces.take(mine)
-        status[mine] = await link.putter.put(some_keys.tobytes(), some_parents.tobytes(), part, deadline_ns)
+        raw_keys, raw_parents = some_keys.tobytes(), some_parents.tobytes()
+        status[mine] = await link.putter.put(raw_keys, raw_parents, part, deadline_ns, durable=durable)
         router.remember(keys[mine[0]].tobytes(), link)
         router.remember(keys[mine[-1]].tobytes(), link)
     return status

@@ -38,6 +38,12 @@ class NodeConfig:
     """
     slots_count: int = 0
     """Blocks the directory can hold; 0 = one for every 16 KiB of host_bytes, at least 65,536 (64 + 32 bytes each)."""
+    durability: Literal["memory", "process", "power"] = "memory"
+    """memory | process | power: what blocks put with durable=True survive. memory: nothing, such puts are refused;
+    process: the death of the node's process, by kill -9 too; power: not before the NVMe tier, since DRAM does not.
+    """
+    state_dir: str = ""
+    """Folder for the journal and what else outlives the process; needed unless durability is memory."""
     join: tuple[str, ...] = ()
     """Addresses of nodes to join; one that answers is enough."""
     advertise: str = ""

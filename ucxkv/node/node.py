@@ -22,14 +22,18 @@ import structlog
 from ucxkv import errors
 from ucxkv.dial import failure_of, host_identity, mapped_error
 from ucxkv.directory import FOREVER
+from ucxkv.journal import Durability, Journal
 from ucxkv.node.config import NodeConfig
+from ucxkv.node.durable import NO_NUMBERS, DurableLog
 from ucxkv.node.greeting import Greeter
 from ucxkv.node.metrics import MetricsServer
 from ucxkv.node.peers import PeerLinks
 from ucxkv.node.placing import Placing
+from ucxkv.node.recovering import recover
 from ucxkv.node.requests import Requests
 from ucxkv.node.service import Service
 from ucxkv.node.session import PATH_KINDS, Session, SessionState, printable
+from ucxkv.node.state import NodeState
 from ucxkv.node.store import HostStore
 from ucxkv.protocol import WIRE_VERSION, MessageError, decode, encode
 from ucxkv.protocol import messages as m
@@ -75,6 +79,10 @@ class Node:
         self._has_store = False
         self._lease_end_ns = FOREVER
         self._stopped = asyncio.Event()
+        self.durable: DurableLog | None = None
+        """The durable half of the store; None with durability = memory."""
+        self._state: NodeState | None = None
+        self._journal: Journal | None = None
         self._local_name = f"ucxkv-{self.node_id:016x}"
 
     # ---- life
@@ -100,9 +108,12 @@ class Node:
         self._started_ns = time.monotonic_ns()
         listen = parse_address(config.listen)
         self.placing = await asyncio.to_thread(Placing, config)
-        self.store = await asyncio.to_thread(
-            self.placing.near, HostStore, config, self.node_id, self.epoch, self._wake_at
-        )
+        if config.durability == "memory":
+            self.store = await asyncio.to_thread(
+                self.placing.near, HostStore, config, self.node_id, self.epoch, self._wake_at
+            )
+        else:
+            await self._start_durable()
         self._has_store = True
         self.store.serving.until(self._lease_end_ns)
         self.service = Service(config, self.store, self.placing)
@@ -140,8 +151,36 @@ class Node:
             address=self.address,
             epoch=self.epoch,
             **self.store.facts(),
+            **self._durability(),
             **self.service.facts(),
             **self.placing.facts(),
+        )
+
+    async def _start_durable(self) -> None:
+        """Take the store up where the last process left it."""
+        config = self.config
+        self._state = await asyncio.to_thread(self.placing.near, NodeState.open, config, self.epoch)
+        self.epoch = self._state.epoch
+        self._journal, recovered = await Journal.open(
+            self._state.journal_folder, durability=Durability(config.durability), identity=self._state.identity
+        )
+        self.store = await asyncio.to_thread(
+            self.placing.near, HostStore, config, self.node_id, self.epoch, self._wake_at, self._state
+        )
+        recovery = await asyncio.to_thread(recover, self.store, self._state, recovered)
+        self.durable = DurableLog(self.store, self._journal)
+        await self.durable.start(recovery)
+        say = log.error if recovery.lost else log.info
+        say(
+            "durable.recovered",
+            state_dir=config.state_dir,
+            blocks=recovery.blocks,
+            lost=recovery.lost_blocks,
+            damaged=recovery.damaged,
+            why=self._state.why_empty if recovery.lost else "",
+            held_bytes=recovery.held_bytes,
+            index_s=round(recovery.index_s, 3),
+            sums_s=round(recovery.sums_s, 3),
         )
 
     async def serve_forever(self) -> None:
@@ -166,6 +205,12 @@ class Node:
         for task in list(self.tasks):
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+        if self.durable is not None:
+            await self.durable.aclose()
+        elif self._journal is not None:
+            await self._journal.aclose()
+        if self._state is not None:
+            self._state.ledger.close()  # who may write, may go on doing so when this process is gone
         if hasattr(self, "peers"):
             await self.peers.aclose()
         if self._metrics is not None:
@@ -180,6 +225,8 @@ class Node:
             self.service.close()
         if hasattr(self, "store"):
             self.store.close()
+        if self._state is not None:
+            self._state.close()
         if was_open:
             log.info("node.stop", name=self.config.name)
 
@@ -286,7 +333,7 @@ class Node:
         if self._gone.pop(session.id, None) is not None:
             self._loop.remove_reader(session.pidfd)
             session.close_pidfd()
-            self.store.writer_gone(session.id)
+            self.store.space.writer_gone(session.id)
 
     def _welcome(self, session: Session) -> m.Welcome:
         self.sessions[session.id] = session
@@ -310,6 +357,7 @@ class Node:
             data_why_off=self.service.why_off,
             data_port=self.service.port,
             place=place_of(self.placing.placement.numa, self.service.rails),
+            durability=self.config.durability,
         )
 
     # ---- messages
@@ -369,6 +417,7 @@ class Node:
         paths = Counter(session.path_kind for session in self.sessions.values())
         return {
             **self.store.numbers(),
+            **(NO_NUMBERS if self.durable is None else self.durable.numbers()),
             **self.service.numbers(),
             "connections": len(self.sessions),
             "connections_refused": server.refused_count if server else 0,
@@ -384,6 +433,14 @@ class Node:
             for s in sorted(self.sessions.values(), key=lambda session: (session.role, session.name))
         ]
 
+    def _durability(self) -> dict[str, str]:
+        """What durable blocks survive here, in words."""
+        if self.durable is None:
+            return {"durability": "memory: durable puts are refused"}
+        if self.durable.failed is not None:
+            return {"durability": f"journal failed, durable puts are refused until a restart: {self.durable.failed}"}
+        return {"durability": f"{self.config.durability}, state in {self.config.state_dir}"}
+
     def report(self) -> m.NodeReport:
         """What `GetStatus` answers."""
         return m.NodeReport(
@@ -393,5 +450,5 @@ class Node:
             epoch=self.epoch,
             uptime_s=(time.monotonic_ns() - self._started_ns) / 1e9,
             numbers=self._numbers(),
-            facts={**self.store.facts(), **self.service.facts(), **self.placing.facts()},
+            facts={**self.store.facts(), **self._durability(), **self.service.facts(), **self.placing.facts()},
         )

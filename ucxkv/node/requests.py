@@ -47,6 +47,7 @@ class Requests:
         self._store = node.store
         self._serving = node.store.serving
         self._service = node.service
+        self._durable = node.durable
 
     def answer(self, session: Session, request: Message, message: ControlMessage) -> Message | None:
         """The answer to one message, or None when there is none or it comes later."""
@@ -74,7 +75,7 @@ class Requests:
         now_ns = time.monotonic_ns()
         match request:
             case m.Put():
-                return self._put(session, request, now_ns)
+                return self._put(session, request, message)
             case m.Touch():
                 self._store.touch(request.keys, now_ns)
                 return None
@@ -84,8 +85,10 @@ class Requests:
                 self._later(message, session, self._put_foreign(session, request))
                 return None
             case m.PutPart():
-                self._revoke(session.id, request.offsets)
-                return self._store.put_part(session.id, request, None, now_ns)
+                if self._durable is not None and self._durable.waits(session, request):
+                    self._later(message, session, self._in_turn(session, request))
+                    return None
+                return self._put_part(session, request)
             case m.OpenData():
                 self._later(message, session, self._open_data(session, request))
                 return None
@@ -97,7 +100,7 @@ class Requests:
                 self._store.release(session.id, request.lease, now_ns)
                 return None
             case m.Delete():
-                return self._store.delete(request.keys, now_ns)
+                return self._delete(session, request, message)
             case m.Damaged():
                 self._store.damaged(request.keys, now_ns)
                 return None
@@ -137,9 +140,9 @@ class Requests:
                 if request.session not in self._node.sessions:  # it ended, or is about to: its extents wait for that
                     return m.Statuses(status=b"\1" * (len(request.offsets) // 8))
                 self._revoke(request.session, request.offsets)
-                return self._store.adopt(session.name, request)
+                return self._store.adoption.adopt(session.name, request)
             case m.Surrender():
-                self._store.surrendered(session.name, request)
+                self._store.adoption.surrendered(session.name, request)
                 return None
             case m.Reclaim():
                 member = next((p for p in self._node.peers.members() if p.name == session.name), None)
@@ -177,15 +180,95 @@ class Requests:
         self._lend(session, answer.capacity, answer.offsets)
         if short:
             for member in self._node.peers.members():
-                if member.node_id != self._node.node_id and self._store.adopted_bytes(member.name):
+                if member.node_id != self._node.node_id and self._store.adoption.bytes_of(member.name):
                     self._spawn_reclaim(member.node_id, short)
         return answer
 
-    def _put(self, session: Session, request: m.Put, now_ns: int) -> m.PutDone:
+    def _put(self, session: Session, request: m.Put, message: ControlMessage) -> Message | None:
+        if self._durable is not None and self._durable.waits(session, request):
+            self._later(message, session, self._in_turn(session, request))
+        elif request.durable:
+            self._later(message, session, self._put_durably(session, self._staged(session, request), request))
+        else:
+            return self._put_now(session, request)
+        return None
+
+    def _put_now(self, session: Session, request: m.Put) -> m.PutDone:
         self._revoke(session.id, request.offsets)
-        answer = self._store.put(session.id, request, now_ns)
+        answer = self._store.put(session.id, request, time.monotonic_ns())
         self._lend(session, answer.refill_capacity, answer.refill_offsets)
         return answer
+
+    def _put_part(self, session: Session, request: m.PutPart) -> m.PutDone:
+        self._revoke(session.id, request.offsets)
+        return self._store.put_part(session.id, request, None, time.monotonic_ns())
+
+    def _staged(self, session: Session, request: m.Put) -> asyncio.Future[bytes]:
+        """A durable put's place in the log is that of its message: it is staged before the next one is looked at."""
+        if self._durable is None:
+            self._take_back(session, request.offsets)
+            raise errors.UsageError(
+                "a durable put, and this node keeps nothing durable; start it with --durability process --state-dir DIR"
+            )
+        self._revoke(session.id, request.offsets)
+        return self._durable.put(session, request, time.monotonic_ns())
+
+    async def _put_durably(self, session: Session, staged: asyncio.Future[bytes], request: m.Put) -> Message:
+        status = await staged
+        if session.id not in self._node.sessions:
+            raise _ended()
+        index = self._store.directory.generation
+        answer = self._store.put_done(session.id, request, status, index, 0, time.monotonic_ns())
+        self._lend(session, answer.refill_capacity, answer.refill_offsets)
+        return self._acknowledged(answer)
+
+    def _in_turn(self, session: Session, request: m.Put | m.PutPart) -> Coroutine[object, object, Message]:
+        """A put that waits for what is staged, or behind those of its session that do."""
+        before, done = session.puts_waiting, self._loop.create_future()
+        session.puts_waiting = done
+        return self._put_in_turn(session, request, before, done)
+
+    async def _put_in_turn(
+        self,
+        session: Session,
+        request: m.Put | m.PutPart,
+        before: asyncio.Future[None] | None,
+        done: asyncio.Future[None],
+    ) -> Message:
+        assert self._durable is not None
+        try:
+            if before is not None:
+                await before
+            await self._durable.until_free(request)
+            if session.id not in self._node.sessions:  # its end has dealt with its extents
+                raise _ended()
+            if isinstance(request, m.PutPart):
+                return self._acknowledged(self._put_part(session, request))
+            if not request.durable:
+                return self._acknowledged(self._put_now(session, request))
+            staged = self._staged(session, request)
+        finally:
+            done.set_result(None)
+            if session.puts_waiting is done:
+                session.puts_waiting = None
+        return await self._put_durably(session, staged, request)
+
+    def _delete(self, session: Session, request: m.Delete, message: ControlMessage) -> Message | None:
+        durable = self._durable
+        if durable is None:
+            return self._store.delete(request.keys, time.monotonic_ns())
+        staged = None if durable.waits_delete(request) else durable.delete(request, time.monotonic_ns())
+        if staged is not None and staged.done():
+            return m.Statuses(status=staged.result())
+        self._later(message, session, self._deleted(request, staged))
+        return None
+
+    async def _deleted(self, request: m.Delete, staged: asyncio.Future[bytes] | None) -> Message:
+        assert self._durable is not None
+        if staged is None:
+            await self._durable.until_free(request)
+            staged = self._durable.delete(request, time.monotonic_ns())
+        return self._acknowledged(m.Statuses(status=await staged))
 
     def _lend(self, session: Session, capacity: int, offsets: bytes) -> None:
         if self._service.serves(session.id):
@@ -202,13 +285,13 @@ class Requests:
             return  # its end has dealt with all of them
         busy = self._service.revoke(session.id, offsets)
         kept = set(memoryview(busy).cast("Q")) if busy else ()
-        self._store.take_back(session.id, [o for o in memoryview(offsets).cast("Q") if o not in kept])
+        self._store.space.take_back(session.id, [o for o in memoryview(offsets).cast("Q") if o not in kept])
         if busy:
             self._loop.call_later(_BUSY_S, self._take_back, session, busy)
 
     async def _open_data(self, session: Session, request: m.OpenData) -> Message:
         if not session.is_open:  # it ended before its turn came: nobody would close what is opened now
-            raise errors.Unavailable("the connection has ended")
+            raise _ended()
         if not request.is_peer_mode and not session.watch_process():
             raise errors.Unavailable(
                 "the caller's process cannot be watched from here (another host or pid namespace?), and its end is the "
@@ -249,5 +332,9 @@ class Requests:
                 f"node {owner.name} no longer holds these extents for the writer; put the part again"
             )
         done = self._store.put_part(session.id, request, owner, time.monotonic_ns())
-        self._node.tell_surrendered(self._store.take_surrendered())
+        self._node.tell_surrendered(self._store.adoption.take_surrendered())
         return self._acknowledged(done)
+
+
+def _ended() -> errors.Unavailable:
+    return errors.Unavailable("the connection has ended")

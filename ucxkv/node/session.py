@@ -67,6 +67,7 @@ class Session:
         "path",
         "pid",
         "pidfd",
+        "puts_waiting",
         "role",
         "state",
         "way",
@@ -93,6 +94,8 @@ class Session:
         """How it moves this node's bytes, as it says: one of PATH_KINDS."""
         self.way = ""
         self.why = ""
+        self.puts_waiting: asyncio.Future[None] | None = None
+        """Done when the last of its puts that wait is decided; None: none waits."""
 
     def end_greeting(self) -> None:
         """The handshake is done or over. Idempotent."""

@@ -7,6 +7,8 @@ Every extent of the node's segment is at any moment in exactly one hand:
                           |-> quarantined (its writer vanished and may still write) -> free
                           `-> adopted (another node's shard has a block in it) -> free
 
+and what a process of before this start may still write is held over, until there is none (`ucxkv.node.state`).
+
 A Put uses its extents up: they are stored or free afterwards, never granted again without a new grant. `check()`
 asserts it.
 """
@@ -15,7 +17,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from array import array
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -23,40 +24,53 @@ import numpy as np
 from ucxkv import errors
 from ucxkv.directory import Directory, PutStatus, SlotReader, SlotTable, events, table_bytes
 from ucxkv.directory.invariants import held_extents
+from ucxkv.node.adoption import Adoption
 from ucxkv.node.regions import RegionTable
 from ucxkv.node.serving import ServingLease
+from ucxkv.node.space import OWN_SEGMENT, Space, u64, u64s
 from ucxkv.policy import LruPolicy
 from ucxkv.protocol import messages as m
 from ucxkv.tiers import copy as tier_copy
-from ucxkv.tiers.base import Extent, ForeignExtent
-from ucxkv.tiers.grants import GrantTable
 from ucxkv.tiers.segments import HostSegment
-from ucxkv.tiers.slabs import UNIT_BYTES, SlabAllocator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from ucxkv.node.config import NodeConfig
+    from ucxkv.node.state import NodeState
 
 __all__ = ["HostStore"]
 
-OWN_SEGMENT = 0
 R = TypeVar("R")
-_GRANT_KEYS_MAX = 65_536
 _EVICT_ROUND_BYTES = 256 << 20
 
 
 class HostStore:
-    """Memory, grants and directory of one node. node_id, epoch: this incarnation's."""
+    """Memory, grants and directory of one node. node_id, epoch: this incarnation's.
+
+    state: where the memory is, when it outlives the process; it stays the caller's.
+    """
 
     def __init__(
-        self, config: NodeConfig, node_id: int, epoch: int, on_due: Callable[[int], None] = lambda _: None
+        self,
+        config: NodeConfig,
+        node_id: int,
+        epoch: int,
+        on_due: Callable[[int], None] = lambda _: None,
+        state: NodeState | None = None,
     ) -> None:
         self._on_due = on_due
         self._config = config
-        self._name = config.name
         self.epoch = epoch
-        self.segment = HostSegment.create(config.host_bytes, config.name, huge_pages=config.huge_pages)
+        self._state = state
+        self._held_over: list[int] = []
+        self._held_over_bytes = 0
+        self.on_left: Callable[[bytes], None] = lambda _: None
+        """Told the keys of durable blocks that are hidden because their bytes are bad."""
+        if state is None:
+            self.segment = HostSegment.create(config.host_bytes, config.name, huge_pages=config.huge_pages)
+        else:
+            self.segment = state.segment
         try:
             capacity = config.slots()
             self.table_segment = HostSegment.create(
@@ -67,16 +81,14 @@ class HostStore:
             raise
         self.table_bytes = self.table_segment.size_bytes
         self.table = SlotTable(self.table_segment.view, capacity, epoch=epoch, seed=secrets.randbits(64))
-        self.slabs = SlabAllocator(self.segment.size_bytes)
-        self.grants = GrantTable(limit_bytes=self.slabs.capacity_bytes)
-        self._grant_share_bytes = int(config.host_bytes * config.grant_share_max)
+        self.space = Space(config, self.segment.size_bytes, self, None if state is None else state.ledger)
+        self.slabs, self.grants = self.space.slabs, self.space.grants
         self.directory = Directory(self.table, policy=LruPolicy, grace_ns=config.grace_ms * 1_000_000)
         self.serving = ServingLease(self.table, self.directory.reader)
         self._regions = RegionTable(node_id, epoch, self.segment.size_bytes)
-        self._adopted: dict[str, dict[int, int]] = {}
-        self._surrendered: dict[int, list[Extent]] = {}
+        self.adoption = Adoption(self.space, self._regions)
         self._readonly_table_fd = self.table_segment.readonly_fd()
-        self.value_bytes_max = min(self._value_bytes_max(), (1 << 32) - 1)
+        self.value_bytes_max = self.space.value_bytes_max
         self.directory.reader.map_region(OWN_SEGMENT, self.segment.address, self.segment.size_bytes)
         self.counts = {
             "puts": 0,
@@ -87,63 +99,9 @@ class HostStore:
             "refused_without_lease": 0,
         }
 
-    # ---- grants
+    # ---- making room, and grants
 
-    def grant(self, session: int, length: int, count: int, now_ns: int) -> tuple[m.Granted, int]:
-        """Lend extents for values of `length` bytes; second: bytes that could not be had (evicting goes on).
-
-        Raises ValueTooLarge; an answer with fewer extents than asked says when to ask again.
-        """
-        capacity = self._class_bytes(length)
-        count = min(count, _GRANT_KEYS_MAX, self._room(session, capacity))
-        offsets = self._allocate(length, capacity, count, now_ns)
-        self.grants.grant_run(session, OWN_SEGMENT, offsets, capacity)
-        self.counts["grants"] += len(offsets)
-        short = (count - len(offsets)) * capacity
-        retry_ms = max(1, self._config.grace_ms) if len(offsets) < max(1, count) else 0
-        return m.Granted(capacity, bytes(2 * len(offsets)), _u64(offsets), retry_after_ms=retry_ms), short
-
-    def _value_bytes_max(self) -> int:
-        """The largest value that stays: one that left less free than the watermark would be evicted at once."""
-        return max(UNIT_BYTES, (self.slabs.capacity_bytes - self._free_target()) // UNIT_BYTES * UNIT_BYTES)
-
-    def _room(self, session: int, capacity: int) -> int:
-        """How many extents of `capacity` bytes a session may be lent now: up to its share, or one that is larger."""
-        room = self.grants.room_bytes(session)
-        held = self.grants.limit_bytes - room
-        allowed = max(0, self._grant_share_bytes - held) // capacity
-        return allowed if allowed or held else min(1, room // capacity)
-
-    def _class_bytes(self, length: int) -> int:
-        if length > self.value_bytes_max:
-            raise errors.ValueTooLarge(
-                f"a value of {length} bytes; node {self._name} takes at most {self.value_bytes_max}: split "
-                "it, or give the node more --host-bytes",
-                size_bytes=length,
-                limit_bytes=self.value_bytes_max,
-            )
-        return self.slabs.class_bytes(max(1, length))
-
-    def _allocate(self, length: int, capacity: int, count: int, now_ns: int) -> list[int]:
-        offsets = self.slabs.allocate(max(1, length), count) if count else []
-        if len(offsets) < count:
-            short = (count - len(offsets)) * capacity
-            if not self.directory.leaving.bytes_count and self.slabs.free_bytes >= short:
-                short += self.slabs.free_bytes  # what is free lies in pieces too small for this class
-            self._evict(max(short, self._free_target()), now_ns)
-            if self.slabs.free_bytes:  # without a grace time the memory is back already
-                offsets += self.slabs.allocate(max(1, length), count - len(offsets))
-        elif self._is_low():
-            self._evict(self._free_target(), now_ns)
-        return offsets
-
-    def _is_low(self) -> bool:
-        return self.slabs.free_bytes < self._config.free_low * self.slabs.capacity_bytes
-
-    def _free_target(self) -> int:
-        return int(self._config.free_high * self.slabs.capacity_bytes)
-
-    def _evict(self, nbytes: int, now_ns: int) -> int:
+    def evict(self, nbytes: int, now_ns: int) -> int:
         """Hide leaves until `nbytes` are free or on their way; their memory comes back after the grace. Returns
         bytes hidden.
         """
@@ -152,39 +110,36 @@ class HostStore:
         if needed <= 0:
             return 0
         regions = None if not self._regions.others else {OWN_SEGMENT}
-        gone = self._handle(events.Evict(needed, regions=regions), now_ns)
+        gone = self.handle(events.Evict(needed, regions=regions), now_ns)
         if regions is not None and not gone.blocks:  # the old end is full of blocks that lie elsewhere
-            gone = self._handle(events.Evict(needed), now_ns)
+            gone = self.handle(events.Evict(needed), now_ns)
         self.counts["evicted"] += gone.blocks
         self.counts["evicted_bytes"] += gone.bytes
         return gone.bytes
 
-    def take_back(self, session: int, offsets: Iterable[int]) -> None:
-        """Extents a client does not use; what it no longer holds is ignored."""
-        mine = [offset for offset in dict.fromkeys(offsets) if self.grants.holder_of(OWN_SEGMENT, offset) == session]
-        self.grants.take_run(session, OWN_SEGMENT, mine, [0] * len(mine))
-        self.slabs.free(mine)
+    def leaving_bytes(self) -> int:
+        """Bytes of hidden blocks that are not free yet."""
+        return self.directory.leaving.bytes_count
+
+    def grant(self, session: int, length: int, count: int, now_ns: int) -> tuple[m.Granted, int]:
+        """See Space."""
+        answer, short = self.space.grant(session, length, count, now_ns)
+        self.counts["grants"] += len(answer.offsets) // 8
+        return answer, short
 
     def close_session(self, session: int, *, may_still_write: bool, now_ns: int) -> int:
-        """A session ended. Its grants are free, or quarantined while its process may still write; returns the
-        latter's bytes.
-        """
-        closed = self.grants.close(session, may_still_write=may_still_write)
-        self.slabs.free([extent.offset for extent in closed.freed])
-        self._handle(events.OwnerLost(session), now_ns)
-        return sum(extent.length for extent in closed.quarantined)
-
-    def writer_gone(self, session: int) -> None:
-        """The process behind a quarantined session has ended."""
-        self.slabs.free([extent.offset for extent in self.grants.writer_gone(session)])
+        """A session ended; see Space. Its leases end by their time."""
+        quarantined = self.space.close_session(session, may_still_write=may_still_write)
+        self.handle(events.OwnerLost(session), now_ns)
+        return quarantined
 
     # ---- puts
 
     def put(self, session: int, request: m.Put, now_ns: int) -> m.PutDone:
         """Commit a batch; see messages.Put."""
-        offsets = _u64s(request.offsets)
-        self._take(session, request.regions, offsets, request.lengths)
-        reply = self._handle(
+        offsets = u64s(request.offsets)
+        self.space.take(session, request.regions, offsets, request.lengths)
+        reply = self.handle(
             events.Put(request.keys, request.parents, request.regions, request.offsets, request.lengths, request.sums),
             now_ns,
         )
@@ -192,46 +147,34 @@ class HostStore:
         self.counts["puts"] += len(status)
         if any(status):  # STORED is 0
             self.slabs.free([offset for offset, st in zip(offsets, status, strict=True) if st])
-        refill: tuple[int, list[int]] = (0, [])
+        return self.put_done(session, request, status, reply.index, reply.retry_after_ns, now_ns)
+
+    def put_done(
+        self, session: int, request: m.Put, status: bytes, index: int, retry_after_ns: int, now_ns: int
+    ) -> m.PutDone:
+        """The answer to a put, with the new extents that it asked for."""
+        capacity, offsets = 0, list[int]()
         if request.refill_length:
-            count = min(request.refill_count or len(offsets), _GRANT_KEYS_MAX)
-            refill = self._refill(session, request.refill_length, count, now_ns)
+            count = request.refill_count or len(request.offsets) // 8
+            capacity, offsets = self.space.refill(session, request.refill_length, count, now_ns)
         return m.PutDone(
             status=status,
             shard=0,
             epoch=self.epoch,
-            index=reply.index,
-            refill_capacity=refill[0],
-            refill_regions=bytes(2 * len(refill[1])),
-            refill_offsets=_u64(refill[1]),
-            retry_after_ms=-(-reply.retry_after_ns // 1_000_000),
+            index=index,
+            refill_capacity=capacity,
+            refill_regions=bytes(2 * len(offsets)),
+            refill_offsets=u64(offsets),
+            retry_after_ms=-(-retry_after_ns // 1_000_000),
         )
-
-    def _refill(self, session: int, length: int, count: int, now_ns: int) -> tuple[int, list[int]]:
-        capacity = self._class_bytes(length)
-        count = min(count, self._room(session, capacity)) if capacity <= self._grant_share_bytes else 0
-        offsets = self._allocate(length, capacity, count, now_ns)
-        self.grants.grant_run(session, OWN_SEGMENT, offsets, capacity)
-        return capacity, offsets
-
-    def _take(self, session: int, regions: bytes, offsets: list[int], lengths: bytes) -> None:
-        """Take extents out of a session's grants, all or none. Raises StaleError for one it does not hold, or a
-        value too long.
-        """
-        if any(regions):
-            raise errors.StaleError("a put named a region that is not this node's")
-        try:
-            self.grants.take_run(session, OWN_SEGMENT, offsets, memoryview(lengths).cast("I").tolist())
-        except ForeignExtent as exc:
-            raise errors.StaleError(f"a put named an extent that this connection does not hold: {exc}") from exc
 
     def put_part(self, session: int, request: m.PutPart, owner: m.MemberInfo | None, now_ns: int) -> m.PutDone:
         """Seal parts. owner: the node that lent and has handed over the extents; None: this one, they are still
         granted.
         """
-        offsets = _u64s(request.offsets)
+        offsets = u64s(request.offsets)
         if owner is None:
-            self._take(session, request.segments, offsets, request.lengths)
+            self.space.take(session, request.segments, offsets, request.lengths)
             regions = request.segments
         else:
             segments = np.frombuffer(request.segments, np.uint16)
@@ -250,15 +193,15 @@ class HostStore:
             deadline_ns=deadline_ns,
         )
         try:
-            reply = self._handle(event, now_ns)
+            reply = self.handle(event, now_ns)
         except ValueError as exc:
-            self._free(zip(np.frombuffer(regions, np.uint16).tolist(), offsets, strict=True))
+            self.adoption.free(zip(np.frombuffer(regions, np.uint16).tolist(), offsets, strict=True))
             raise errors.UsageError(str(exc)) from exc
         status = reply.status.tobytes()
         self.counts["puts"] += len(status)
         in_use = (PutStatus.STORED, PutStatus.SEALED)
         places = zip(np.frombuffer(regions, np.uint16).tolist(), offsets, status, strict=True)
-        self._free((region, offset) for region, offset, st in places if st not in in_use)
+        self.adoption.free((region, offset) for region, offset, st in places if st not in in_use)
         return m.PutDone(status, 0, self.epoch, reply.index, retry_after_ms=-(-reply.retry_after_ns // 1_000_000))
 
     # ---- what else clients ask
@@ -266,12 +209,12 @@ class HostStore:
     def touch(self, keys: bytes, now_ns: int) -> None:
         """Blocks that were read, in reading order: their tails count first."""
         rows = np.frombuffer(keys, np.uint8).reshape(-1, 16)[::-1]
-        self._handle(events.Touch(rows.tobytes()), now_ns)
+        self.handle(events.Touch(rows.tobytes()), now_ns)
 
     def lease(self, session: int, request: m.LeaseKeys, now_ns: int) -> m.Leased:
         """Hold blocks in place."""
         ttl_ms = min(request.ttl_ms, self._config.lease_ms_max)
-        reply = self._handle(events.Lease(request.keys, ttl_ms * 1_000_000, session), now_ns)
+        reply = self.handle(events.Lease(request.keys, ttl_ms * 1_000_000, session), now_ns)
         return m.Leased(lease=reply.lease, ttl_ms=ttl_ms, status=reply.status.tobytes())
 
     def renew(self, session: int, request: m.Renew, now_ns: int) -> m.Done:
@@ -279,16 +222,16 @@ class HostStore:
         if self.directory.leases.owner_of(request.lease) != session:
             return m.Done(ok=False)
         ttl_ns = min(request.ttl_ms, self._config.lease_ms_max) * 1_000_000
-        return m.Done(ok=self._handle(events.Renew(request.lease, ttl_ns), now_ns).ok)
+        return m.Done(ok=self.handle(events.Renew(request.lease, ttl_ns), now_ns).ok)
 
     def release(self, session: int, lease: int, now_ns: int) -> None:
         """End a lease; only its holder can."""
         if self.directory.leases.owner_of(lease) == session:
-            self._handle(events.Release(lease), now_ns)
+            self.handle(events.Release(lease), now_ns)
 
     def delete(self, keys: bytes, now_ns: int) -> m.Statuses:
         """Remove blocks, never a parent before its children."""
-        return m.Statuses(status=self._handle(events.Delete(keys), now_ns).status.tobytes())
+        return m.Statuses(status=self.handle(events.Delete(keys), now_ns).status.tobytes())
 
     def damaged(self, keys: bytes, now_ns: int) -> None:
         """A reader found bytes that do not match their sums: what is really bad goes, with everything below it."""
@@ -298,8 +241,10 @@ class HostStore:
             if found.address and tier_copy.engine.sum_at(found.address, found.length) != found.sum:
                 bad.append(keys[i : i + 16])
         if bad:
-            gone = self._handle(events.Drop(b"".join(bad)), now_ns)
+            gone = self.handle(events.Drop(b"".join(bad)), now_ns)
             self.counts["damaged"] += gone.blocks
+            if gone.left:
+                self.on_left(bytes(gone.left))
 
     def list_keys(self, request: m.ListKeys) -> m.KeyPage:
         """A page of visible blocks."""
@@ -318,39 +263,11 @@ class HostStore:
         """The region that another node's segment has in this shard. Raises Overloaded when there are no more."""
         return self._regions.number(owner, 0)
 
-    def adopt(self, home: str, request: m.Adopt) -> m.Statuses:
-        """Extents granted here now belong to a block of another node's shard: 0 = adopted, 1 = not held, a key each."""
-        mine = self._adopted.setdefault(home, {})
-        status = bytearray()
-        for offset in _u64s(request.offsets):
-            try:
-                length = self.grants.take(request.session, Extent(OWN_SEGMENT, offset, 0))
-            except ForeignExtent:
-                status.append(1)
-                continue
-            mine[offset] = length
-            status.append(0)
-        if any(status):  # the home refuses the whole put then
-            taken = [o for o, st in zip(_u64s(request.offsets), status, strict=True) if not st]
-            for offset in taken:
-                del mine[offset]
-            self.slabs.free(taken)
-        return m.Statuses(status=bytes(status))
-
-    def surrendered(self, home: str, request: m.Surrender) -> None:
-        """Another node's shard needs these extents no longer."""
-        mine = self._adopted.get(home, {})
-        self.slabs.free([o for o in _u64s(request.offsets) if mine.pop(o, None) is not None])
-
-    def adopted_bytes(self, home: str) -> int:
-        """Bytes of this node's memory that hold parts of another node's blocks."""
-        return sum(self._adopted.get(home, {}).values())
-
     def reclaim(self, node_id: int, nbytes: int, now_ns: int) -> int:
         """Evict blocks with parts in another node's memory; returns bytes on their way to be free there."""
         regions = self._regions.of_node(node_id)
         return (
-            self._handle(events.Evict(min(nbytes, _EVICT_ROUND_BYTES), regions=set(regions)), now_ns).bytes
+            self.handle(events.Evict(min(nbytes, _EVICT_ROUND_BYTES), regions=set(regions)), now_ns).bytes
             if regions
             else 0
         )
@@ -359,25 +276,30 @@ class HostStore:
         """A neighbour is gone: blocks with parts there are lost, and what its shard had here is free."""
         regions = self._regions.of_node(member.node_id)
         if regions:
-            self._handle(events.Lost(set(regions)), now_ns)
-        self.slabs.free(list(self._adopted.pop(member.name, {})))
+            self.handle(events.Lost(set(regions)), now_ns)
+        self.adoption.home_lost(member.name)
 
-    def take_surrendered(self) -> dict[int, m.Surrender]:
-        """What other nodes are to be told since the last call, by node id."""
-        out, self._surrendered = self._surrendered, {}
-        return {
-            node_id: m.Surrender(
-                segments=np.array([e.segment for e in extents], np.uint16).tobytes(),
-                offsets=_u64([e.offset for e in extents]),
-            )
-            for node_id, extents in out.items()
-        }
+    # ---- what outlives the process
+
+    def hold_over(self, state: NodeState) -> int:
+        """Keep off what a process of before this start may still write; returns those bytes."""
+        self._held_over = self.slabs.hold(state.held_units)
+        self._held_over_bytes = sum(map(self.slabs.bytes_at, self._held_over))
+        return self._held_over_bytes
+
+    def _release_held(self) -> None:
+        """What was held over is free when no process of before is left."""
+        state = self._state
+        if state is not None and self._held_over and not state.is_mapped_by_older():
+            state.release_held()
+            self.slabs.free(self._held_over)
+            self._held_over, self._held_over_bytes = [], 0
 
     # ---- time, effects, reports
 
     def next_ns(self) -> int | None:
         """When `tick` has something to do next (0: now); None: nothing waits."""
-        return 0 if self._surrendered else self.directory.next_ns()
+        return 0 if self.adoption.has_news else self.directory.next_ns()
 
     def tick(self, now_ns: int) -> dict[int, m.Surrender]:
         """Let time pass: leases end, late writers are dropped, memory comes back. Returns what other nodes are to
@@ -385,30 +307,21 @@ class HostStore:
         """
         due = self.directory.next_ns()
         if due is not None and due <= now_ns:
-            self._handle(events.Tick(), now_ns)
-        if self._is_low():
-            self._evict(self._free_target(), now_ns)
-        return self.take_surrendered()
+            self.handle(events.Tick(), now_ns)
+        self._release_held()
+        if self.space.is_low:
+            self.evict(self.space.free_target, now_ns)
+        return self.adoption.take_surrendered()
 
-    def _handle(self, event: events.Event[R], now_ns: int) -> R:
+    def handle(self, event: events.Event[R], now_ns: int) -> R:
+        """Let the directory carry out one event, and its effects."""
         outcome = self.directory.handle(event, now_ns)
         for effect in outcome.effects:
-            self._free((region, offset) for region, offset, _ in effect.extents)
+            self.adoption.free((region, offset) for region, offset, _ in effect.extents)
         due_ns = self.next_ns()
         if due_ns is not None:
             self._on_due(due_ns)
         return outcome.reply
-
-    def _free(self, places: Iterable[tuple[int, int]]) -> None:
-        own: list[int] = []
-        for region, offset in places:
-            if region == OWN_SEGMENT:
-                own.append(offset)
-            else:
-                node = self._regions.node_of(region)
-                self._surrendered.setdefault(node, []).append(Extent(self._regions.segment_of(region), offset, 0))
-        if own:
-            self.slabs.free(own)
 
     def resolver(self) -> tuple[int, int]:
         """(function, context) addresses of a `kv_resolve_fn` over this shard. Raises SetupError without the C table."""
@@ -423,7 +336,7 @@ class HostStore:
 
     def memory_fds(self) -> tuple[int, ...]:
         """Descriptors for a process of this host: the slot table, read-only, then the segment."""
-        return (self._readonly_table_fd, self.segment.fd)
+        return (self._readonly_table_fd, self.segment.lent_fd)
 
     def numbers(self) -> dict[str, float]:
         """Levels and totals for the report and the metrics."""
@@ -441,12 +354,12 @@ class HostStore:
             "leaving_extents": stats.leaving_extents,
             "deleted": stats.deleted_total,
             "lost": stats.lost_total,
-            "host_bytes": self.slabs.capacity_bytes,
-            "used_bytes": self.slabs.used_bytes,
-            "free_bytes": self.slabs.free_bytes,
-            "granted_bytes": self.grants.lent_bytes,
-            "quarantined_bytes": self.grants.quarantined_bytes,
-            "adopted_bytes": sum(sum(mine.values()) for mine in self._adopted.values()),
+            **self.space.numbers(),
+            "adopted_bytes": self.adoption.bytes_count,
+            "held_over_bytes": self._held_over_bytes,
+            "durable_blocks": stats.durable_blocks,
+            "durable_bytes": stats.durable_bytes,
+            "staged": stats.staged,
             "index_bytes": self.table_bytes + sum(a.nbytes for a in self.directory.arrays.values()),
         }
 
@@ -459,10 +372,11 @@ class HostStore:
         self.slabs.check()
         self.grants.check()
         self.directory.check()
-        adopted = sum(sum(mine.values()) for mine in self._adopted.values())
+        adopted = self.adoption.bytes_count
         held = sum(
             self.slabs.bytes_at(offset) for region, offset, _ in held_extents(self.directory) if region == OWN_SEGMENT
         )
+        held += self._held_over_bytes
         assert self.slabs.used_bytes == held + self.grants.lent_bytes + self.grants.quarantined_bytes + adopted
 
     def close(self) -> None:
@@ -472,14 +386,6 @@ class HostStore:
             self._readonly_table_fd = -1
         self.table_segment.close()
         self.segment.close()
-
-
-def _u64(values: list[int]) -> bytes:
-    return array("Q", values).tobytes()
-
-
-def _u64s(raw: bytes) -> list[int]:
-    return memoryview(raw).cast("Q").tolist()
 
 
 def _page(nbytes: int) -> int:

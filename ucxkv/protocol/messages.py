@@ -141,6 +141,7 @@ class Welcome(Message, frozen=True):
     data_why_off: str = ""
     data_port: UInt = 0  # UCX listener of the data service at the node's host, 0 when there is none
     place: Place = Place()
+    durability: str = "memory"
 
 
 class Grant(Message, frozen=True):
@@ -166,7 +167,7 @@ class Put(Message, frozen=True):
 
     The message uses its extents up, whatever becomes of each block: the sender writes them no more.
     refill_length: ask for new extents of this size, in the answer; 0 for none. refill_count: how many, 0 for as many as
-    were used.
+    were used. durable: answer when they survive what the node's durability says.
     """
 
     CODE: ClassVar[int] = 12
@@ -178,6 +179,7 @@ class Put(Message, frozen=True):
     sums: bytes
     refill_length: UInt = 0
     refill_count: UInt = 0
+    durable: bool = False
 
 
 class PutPart(Message, frozen=True):
