@@ -27,8 +27,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ucxkv.directory import crossing as cx
 from ucxkv.directory import events as ev
 from ucxkv.directory.durable import DURABLE, DurableWriter
+from ucxkv.directory.elsewhere import Elsewhere, ShardRole
 from ucxkv.directory.invariants import check
 from ucxkv.directory.leases import LeaseTable
 from ucxkv.directory.leaving import LeavingList
@@ -94,6 +96,7 @@ class Directory:
         grace_ns: int,
         limits: Limits | None = None,
         policy: Callable[[LeafLinks], EvictionPolicy] = LruPolicy,
+        role: ShardRole | None = None,
     ) -> None:
         limits = limits or Limits()
         self.table = table
@@ -110,14 +113,15 @@ class Directory:
         self.leaving = LeavingList(grace_ns)
         self.parts = PartWriter(self, limits.writing)
         self.durable = DurableWriter(self, limits.staged)
+        self.elsewhere = Elsewhere(self, role)
         self.generation = 0
         self.blocks = self.bytes = 0
         self._origin_ns: int | None = None
         self._totals = dict.fromkeys(("stored", "evicted", "deleted", "lost"), 0)
         self._handlers: dict[type[Any], Callable[[Any, int], Any]] = {
             ev.Put: self._put,
-            ev.PutPart: self.parts.put,
-            ev.StagePut: self.durable.put,
+            ev.PutPart: self.elsewhere.put_part,
+            ev.StagePut: self.elsewhere.stage_put,
             ev.Settle: self._settle,
             ev.Abandon: self.durable.abandon,
             ev.Restore: self._restore,
@@ -131,6 +135,15 @@ class Directory:
             ev.Lost: self._lost,
             ev.Drop: self._drop,
             ev.Tick: self._tick,
+            cx.Pin: self.elsewhere.pin,
+            cx.Unpin: self.elsewhere.unpin,
+            cx.AskPin: self.elsewhere.asked,
+            cx.Orphaned: self.elsewhere.orphaned,
+            cx.Expect: self.elsewhere.expect,
+            cx.Pinned: self.elsewhere.answered,
+            cx.Repin: self.elsewhere.repin,
+            cx.Reclaim: self.elsewhere.reclaim,
+            cx.Local: self.elsewhere.local,
         }
 
     def handle(self, event: ev.Event[R], now_ns: int) -> ev.Outcome[R]:
@@ -139,9 +152,10 @@ class Directory:
             self._origin_ns = now_ns
         reply: R = self._handlers[type(event)](event, now_ns)
         due = self.leaving.next_ns()
-        if due is not None and due <= now_ns:
-            return ev.Outcome(reply, [ev.FreeExtents(self.leaving.due(now_ns))])
-        return ev.Outcome(reply, [])
+        effects = [ev.FreeExtents(self.leaving.due(now_ns))] if due is not None and due <= now_ns else []
+        if self.elsewhere.sends:
+            return ev.Outcome(reply, effects, self.elsewhere.take_sends())
+        return ev.Outcome(reply, effects)
 
     def lookup(self, keys: Buffer) -> tuple[Records, U8]:
         """Copies of the keys' slots and which were found; SLOT_DTYPE[n], u8[n]."""
@@ -213,6 +227,7 @@ class Directory:
         self.holds[slot] = 0
         self.last_use[slot] = self.clock(now_ns)
         self.policy.add(slot)
+        self.elsewhere.arrived((slot,))
         self.blocks += 1
         self.bytes += length
         self._totals["stored"] += 1
@@ -231,9 +246,12 @@ class Directory:
             marks, retry_ns = self.parts.busy_marks(event.keys, now_ns)
         if self.durable.is_busy:
             marks = self.durable.marks(event.keys, event.parents, marks)
+        above = event.parents
+        if self.elsewhere.role is not None:
+            marks, above = self.elsewhere.prepare(event.keys, above, marks)
         status, slots, parents, nbytes = self.table.put(
             event.keys,
-            event.parents,
+            above,
             event.regions,
             event.offsets,
             event.lengths,
@@ -259,6 +277,7 @@ class Directory:
                     self.policy.remove(above)
                 holds[above] += 1
             before = slot
+        self.elsewhere.arrived(stored)
         for slot in stored:
             if not holds[slot]:
                 self.policy.add(slot)
@@ -317,7 +336,7 @@ class Directory:
     def _delete(self, event: ev.Delete, now_ns: int) -> ev.DeleteReply:
         slots = self._visible(event.keys)
         wanted = {slot for slot in slots if slot >= 0}
-        left = {slot: self._children(slot) for slot in wanted}
+        left = {slot: self.children(slot) for slot in wanted}
         ready = [slot for slot, children in left.items() if not children]
         gone: list[int] = []
         while ready:
@@ -350,7 +369,7 @@ class Directory:
         shell's to fill in."""
         return durable_rows(self)
 
-    def _children(self, slot: int) -> int:
+    def children(self, slot: int) -> int:
         """Children of a block, visible or being written: what holds it besides leases and its class."""
         pins = self.leases.pins
         return int(self.holds[slot] & ~DURABLE) - (pins.get(self.words.generation(slot), 0) if pins else 0)
@@ -369,6 +388,7 @@ class Directory:
         if above != NONE and above not in doomed:
             self.unhold(above)
         self.durable.left(slot)
+        self.elsewhere.left(slot)
         pins = self.leases.pins
         leases = pins.get(self.words.generation(slot), 0) if pins else 0
         if leases:
@@ -432,8 +452,10 @@ class Directory:
 
     def _drop(self, event: ev.Drop, now_ns: int) -> ev.RemovedReply:
         slots = [slot for slot in self.table.find(event.keys).tolist() if slot >= 0]
-        if not slots:
-            return ev.RemovedReply(0, 0)
+        return self.drop_slots(slots, now_ns) if slots else ev.RemovedReply(0, 0)
+
+    def drop_slots(self, slots: list[int], now_ns: int) -> ev.RemovedReply:
+        """Hide these slots' blocks and all descendants, whatever holds them."""
         reply = lose(self, set(), now_ns, slots)
         self.blocks -= reply.blocks
         self.bytes -= reply.bytes
@@ -443,6 +465,7 @@ class Directory:
     def _tick(self, event: ev.Tick, now_ns: int) -> ev.Done:
         self._unpin(self.leases.expire(now_ns))
         self.parts.reap(now_ns)
+        self.elsewhere.expire(now_ns)
         return ev.Done()
 
 

@@ -8,11 +8,14 @@ new. Each event names its reply: `Directory.handle(event, now_ns)` returns `Outc
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from ucxkv.directory.slots import U8, Buffer, Records
+
+if TYPE_CHECKING:
+    from ucxkv.directory.crossing import Send
 
 Extent: TypeAlias = tuple[int, int, int]
 """(region, offset, length)."""
@@ -47,10 +50,11 @@ class FreeExtents:
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[S]):
-    """A reply for the asker and what the shell has to do."""
+    """A reply for the asker and what the shell has to do. sends: what to tell other shards, in this order."""
 
     reply: S
     effects: list[FreeExtents]
+    sends: Sequence[Send] = ()
 
 
 @dataclass(frozen=True, slots=True)

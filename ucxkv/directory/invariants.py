@@ -31,6 +31,7 @@ def check(directory: Directory) -> None:
     directory.parts.writing.check()
     directory.durable.check()
     _check_durable(directory, blocks)
+    directory.elsewhere.check()
     generations = {int(records["generation"][slot]): slot for slot in blocks}
     assert len(generations) == len(blocks) and all(0 < g <= directory.generation for g in generations)
     for generation, leases in directory.leases.pins.items():
@@ -80,6 +81,8 @@ def _check_holds(directory: Directory, visible: set[int], blocks: set[int]) -> N
         holds[staged.parent_slot] += 1
     for slot in (*directory.durable.upgrading, *directory.durable.leaving):
         holds[slot] += 1
+    for slot, children in directory.elsewhere.pinned.items():
+        holds[slot] += len(children)
     for slot in blocks:
         holds[slot] += directory.leases.pins.get(directory.words.generation(slot), 0)
         assert directory.holds[slot] & ~DURABLE == holds[slot], "holds"

@@ -40,6 +40,7 @@ def lose(directory: Directory, regions: set[int], now_ns: int, slots: Sequence[i
     gone = with_descendants(parents, marked)
     blocks, derived = gone[~is_derived[gone]], gone[is_derived[gone]]
     order = np.concatenate([blocks, derived])
+    directory.elsewhere.gone(blocks)
 
     left = directory.durable.gone(blocks.tolist())
     for slot in blocks[arrays["prev"][blocks] != 0].tolist():

@@ -77,6 +77,12 @@ class PartWriter:
             if self.writing.get(block.key) is block:
                 self._give_up(block, now_ns)
 
+    def drop(self, key: bytes, now_ns: int) -> None:
+        """Give up this block, if it is being written, and what was begun below it."""
+        block = self.writing.get(key)
+        if block is not None:
+            self._give_up(block, now_ns)
+
     def lost(self, gone: set[int], regions: set[int], now_ns: int) -> None:
         """Give up blocks below slots that are gone, or with a part in regions that are, and what was begun below."""
         for block in self.writing:

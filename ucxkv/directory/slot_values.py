@@ -76,6 +76,7 @@ class PutStatus(enum.IntEnum):
     SEALED = 5  # this part is in; others are missing, or the parent is not visible yet
     REFUSED = 6  # the key is reserved: all zero, or that of another block's part
     UNAVAILABLE = 7  # the client's word: its node is gone or did not answer in time; the put may still have happened
+    ELSEWHERE = 8  # it belongs in the shard of its own key, which is to pin its parent first
 
 
 class Serving(enum.IntEnum):
