@@ -152,6 +152,10 @@ async def test_a_failed_sync_fences_the_journal_for_ever() -> None:
     journal, _ = await _open(Path(), files=files)
     told: list[JournalFailed] = []
     journal.on_failed(told.append)
+    # each is called, whatever the one before it does
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    journal.on_failed(lambda error: 1 // 0)
+    journal.on_failed(told.append)
     durable = journal.append(1, [b"good"])
     await journal.committed(durable)
     done: list[str] = []
@@ -169,7 +173,7 @@ async def test_a_failed_sync_fences_the_journal_for_ever() -> None:
     assert len({id(outcome) for outcome in outcomes}) == 10
     assert "Input/output error" in str(outcomes[0])
     assert "smartctl" in str(outcomes[0])
-    assert [str(error) for error in told] == [str(outcomes[0])]
+    assert [str(error) for error in told] == [str(outcomes[0])] * 2
     assert journal.failed is told[0]
     for _ in range(3):
         with pytest.raises(JournalFailed):
@@ -181,7 +185,7 @@ async def test_a_failed_sync_fences_the_journal_for_ever() -> None:
     await journal.committed(durable)
     journal.on_failed(told.append)
     await asyncio.sleep(0)
-    assert len(told) == 2
+    assert len(told) == 3
     await journal.aclose()
     assert done == ["write", "sync"]
     restarted, recovered = await _open(Path(), files=files.after_power_cut(None))
@@ -220,10 +224,12 @@ async def test_appends_beyond_the_bound_are_refused_until_the_disk_catches_up() 
     journal, _ = await _open(Path(), files=files, pending_bytes_max=10_000)
     go = threading.Event()
     _hold(files, go, "write")
-    for _ in range(10):
+    for _ in range(9):
         last = journal.append(1, [bytes(1000)])
     with pytest.raises(Overloaded):
-        journal.append(1, [b"x"])
+        journal.append(1, [bytes(1000)])
+    with pytest.raises(Overloaded):
+        journal.append(1, [b"x"] * 10)
     go.set()
     await journal.committed(last)
     assert journal.append(1, [bytes(1000)]) == last + 1

@@ -3,8 +3,8 @@
     Every operation does all that it was asked for or raises OSError. Names are of one folder; nothing else is touched.
     What `sync` has not covered may be lost by a power cut, sector by sector; names until `sync_folder`.
 
-Log files are written past the page cache (O_DIRECT) where that is asked for and possible: a sync then costs half as
-much, and what a later reader finds is what the disk holds. Source of the numbers: docs/journal.md."""
+Log files are written past the page cache (O_DIRECT) where that is asked for and possible: a sync then has
+less to do, and what a later reader finds is what the disk holds (docs/decisions.md)."""
 
 from __future__ import annotations
 

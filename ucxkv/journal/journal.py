@@ -36,6 +36,7 @@ __all__ = ["RECORD_BYTES_MAX", "Durability", "Journal", "JournalStats"]
 RECORD_BYTES_MAX = 16 << 20
 IDENTITY_BYTES_MAX = 1024
 FILE_BYTES_MIN = 16 << 10
+_RECORD_OVERHEAD_BYTES = 64  # of memory, about, for a record that waits
 _CLOSE_S = 30.0
 _SNAPSHOT_BATCH_BYTES = 1 << 20
 
@@ -120,9 +121,9 @@ class Journal:
         """Lock the folder (made if missing), read what is there, and get ready to append.
 
         identity: whose journal it is, at most 1,024 bytes; must equal what the files say. file_bytes: of a log file, a
-        multiple of 4 KiB; bounds a record. pending_bytes_max: appended and not committed yet. files: another disk.
-        Raises SetupError: held by another process, foreign, newer, not usable, or records are missing (left as it is).
-        """
+        multiple of 4 KiB; bounds a record. pending_bytes_max: appended and not committed yet, with 64 bytes a record
+        on top. files: another disk. Raises SetupError: held by another process, foreign, newer, not usable, or
+        records are missing (left as it is)."""
         if durability is Durability.MEMORY:
             raise UsageError("durability=memory keeps no journal: open none")
         if file_bytes % BLOCK_BYTES or file_bytes < FILE_BYTES_MIN:
@@ -201,14 +202,15 @@ class Journal:
                 size_bytes=disk_bytes,
                 limit_bytes=limit,
             )
-        if self._pending_bytes + nbytes > self._pending_bytes_max:
+        held_bytes = nbytes + _RECORD_OVERHEAD_BYTES * len(records)
+        if self._pending_bytes + held_bytes > self._pending_bytes_max and self._pending_bytes:
             raise Overloaded(
                 f"{self._pending_bytes} bytes wait for the disk: wait for `committed`, then append again",
                 retry_after_s=0.01,
             )
         first = self._last_lsn + 1
         self._last_lsn += len(records)
-        self._pending_bytes += nbytes
+        self._pending_bytes += held_bytes
         self._committer.put(Append(epoch, first, tuple(records), nbytes))
         return self._last_lsn
 
@@ -267,7 +269,7 @@ class Journal:
 
     def _committed(self, commit: Commit) -> None:
         self._durable_lsn = commit.last_lsn
-        self._pending_bytes -= commit.nbytes
+        self._pending_bytes -= commit.nbytes + _RECORD_OVERHEAD_BYTES * commit.records
         stats = self.stats
         stats.records += commit.records
         stats.records_bytes += commit.nbytes
@@ -325,7 +327,7 @@ class Journal:
         self._waiters.clear()
         callbacks, self._on_failed = self._on_failed, []
         for callback in callbacks:
-            callback(failed)
+            self._loop.call_soon(callback, failed)
 
     def _failure(self) -> JournalFailed:
         """A fresh error for each who asks: tracebacks do not grow."""

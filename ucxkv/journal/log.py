@@ -5,8 +5,8 @@
     before it is used, and its head is on the disk before it has a log's name. The first OSError of `write` is the last:
     what the disk holds is unknown then, so the caller writes no more (committer.py).
 
-Files are zero-filled once and then reused: overwriting what was written before makes a sync four times cheaper than
-writing fresh space, and a full disk shows when the next file is made, ahead of need. Threads: `write` in one thread;
+Files are zero-filled once and then reused: a sync of what was written before is much cheaper than one of
+fresh space, and a full disk shows when the next file is made, ahead of need. Threads: `write` in one thread;
 `make_ahead` and `trim` in any one other."""
 
 from __future__ import annotations
