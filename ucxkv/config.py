@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from ucxkv.control.opening import parse_control_url
 from ucxkv.errors import SetupError, UsageError
 from ucxkv.node.config import NodeConfig
 from ucxkv.settings import check_keys, read_tables
@@ -156,6 +157,15 @@ def _check(config: NodeConfig, origin: Mapping[str, str]) -> None:
                     raise refuse(key, text, "host:port or [ipv6]:port")
             except AddressError as exc:
                 raise SetupError(f"{origin.get(key, 'default')}: {key}: {exc}") from exc
+    if config.cluster_lease_ms < 1000:
+        raise refuse("cluster_lease_ms", config.cluster_lease_ms, "1000 or more")
+    if config.cluster:
+        try:
+            parse_control_url(config.cluster)
+        except SetupError as exc:
+            raise SetupError(
+                f"{origin.get('cluster', 'default')}: {exc.message}", needed=exc.needed, fix=exc.fix
+            ) from exc
     control = parse_address(config.listen)
     if ports is not None and isinstance(control, TcpAddress) and ports[0] <= control.port <= ports[1]:
         raise refuse("data_port", config.data_port, f"ports other than that of listen, {control.port}")

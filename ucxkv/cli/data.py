@@ -107,9 +107,22 @@ def _print_status(nodes: list[NodeStatus]) -> None:
         )
     console = Console()
     console.print(table)
+    if any("cluster" in node.facts for node in nodes):
+        members = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+        for heading in ("node", "incarnation", "cluster lease", "members seen"):
+            members.add_column(heading, justify="left" if heading == "node" else "right", overflow="fold")
+        for node in nodes:
+            incarnation, seen = (f"{node.numbers.get(name, 0):.0f}" for name in ("incarnation", "cluster_members"))
+            members.add_row(node.name, incarnation, _lease_left(node), seen)
+        console.print(members)
     for node in nodes:
         facts = ", ".join(f"{name} {value}" for name, value in node.facts.items())
         console.print(f"{node.name}: ucxkv {node.version}, {facts}", style="dim", markup=False)
+
+
+def _lease_left(node: NodeStatus) -> str:
+    left_s = node.numbers.get("cluster_lease_s", 0)
+    return f"{left_s:.1f} s" if left_s else "lost" if "cluster" in node.facts else "no cluster"
 
 
 def put(

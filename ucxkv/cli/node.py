@@ -44,6 +44,12 @@ def node(
         str | None, typer.Option("--state-dir", help="Folder for the journal; needed for --durability process.")
     ] = None,
     join: Annotated[list[str] | None, typer.Option("--join", help="Address of a node to join; repeatable.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="Control plane: sqlite:///PATH or etcd://HOST:2379/NAME.")
+    ] = None,
+    cluster_lease_ms: Annotated[
+        int | None, typer.Option("--cluster-lease-ms", help="Lease of the registration there.")
+    ] = None,
     advertise: Annotated[str | None, typer.Option("--advertise", help="Address that others are told.")] = None,
     token_file: Annotated[Path | None, typer.Option("--token-file", help="File with the shared token.")] = None,
     metrics_listen: Annotated[str | None, typer.Option("--metrics-listen", help="host:port for Prometheus.")] = None,
@@ -79,6 +85,8 @@ def node(
         "durability": durability,
         "state_dir": state_dir,
         "join": tuple(join) if join else None,
+        "cluster": cluster,
+        "cluster_lease_ms": cluster_lease_ms,
         "advertise": advertise,
         "token_file": token_file,
         "data_port": data_port,

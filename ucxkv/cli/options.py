@@ -19,7 +19,9 @@ _NAME = "name:"
 
 AddressOption = Annotated[
     list[str] | None,
-    typer.Option("--address", "-a", help=f"Node's host:port; may be repeated. Default {DEFAULT_ADDRESS}."),
+    typer.Option(
+        "--address", "-a", help=f"Node's host:port, or a cluster's URL; may be repeated. Default {DEFAULT_ADDRESS}."
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON, one object a line.")]
 TokenFileOption = Annotated[

@@ -12,6 +12,7 @@ from ucxkv import errors
 from ucxkv.client.client import Client
 from ucxkv.client.opening import LinkOptions
 from ucxkv.client.router import Router
+from ucxkv.control.opening import is_control_url, parse_control_url
 from ucxkv.dial import mapped_error
 from ucxkv.settings import path_setting
 from ucxkv.transport.address import parse_address
@@ -50,7 +51,8 @@ class Connect:
         self._client: Client | None = None
 
     async def _open(self) -> Client:
-        router = Router(self._addresses)
+        deadline_ns = time.monotonic_ns() + int(self._timeout_s * 1e9)
+        router = Router(await self._resolved())
         client = Client(router, self._timeout_s)
         engine: MessageEngine | None = None
 
@@ -79,11 +81,23 @@ class Connect:
             engine=make_engine,
         )
         try:
-            await router.open(options, time.monotonic_ns() + int(self._timeout_s * 1e9))
+            await router.open(options, deadline_ns)
         except BaseException:
             await client.aclose()
             raise
         return client
+
+    async def _resolved(self) -> tuple[str, ...]:
+        """The addresses, with those of the members in the place of a control plane."""
+        found: list[str] = []
+        for address in self._addresses:
+            if not is_control_url(address):
+                found.append(address)
+                continue
+            from ucxkv.control.cluster import registered_addresses  # most clients never need it
+
+            found += await registered_addresses(address, self._timeout_s)
+        return tuple(dict.fromkeys(found))
 
     def __await__(self) -> Generator[object, None, Client]:
         return self._open().__await__()
@@ -107,7 +121,8 @@ def connect(
     ucx_library: str = "",
     connections: int = 4,
 ) -> Connect:
-    """Connect to the cluster that the nodes at `addresses` belong to ("host:port", "[ipv6]:port", "unix:@name").
+    """Connect to the cluster that the nodes at `addresses` belong to ("host:port", "[ipv6]:port", "unix:@name"), or
+    to those that are registered in a control plane ("sqlite:///path/file.db", "etcd://host:2379/cluster-name").
 
     One address that answers is enough; the others of the cluster are learnt from it. token: shared secret, default the
     environment's UCXKV_TOKEN. path: "auto" (the best that works), or what is demanded: "mapped", "rma", "message",
@@ -120,6 +135,9 @@ def connect(
     if not addresses:
         raise errors.UsageError('no address; pass at least one, as in ucxkv.connect("127.0.0.1:13337")')
     for address in addresses:
+        if is_control_url(address):
+            parse_control_url(address)
+            continue
         try:
             parse_address(address)
         except TransportUsageError as exc:

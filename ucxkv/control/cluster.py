@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from ucxkv import errors
 from ucxkv.control.base import Conflict, OutcomeUnknown, SystemClock
 from ucxkv.control.mirror import mirror
+from ucxkv.control.opening import open_control
 from ucxkv.control.records import (
     ClusterRecord,
     Incarnation,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from ucxkv.control.lease import Lease
     from ucxkv.protocol.messages import MemberInfo
 
-__all__ = ["Cluster", "NameTaken", "Registration"]
+__all__ = ["Cluster", "NameTaken", "Registration", "registered_addresses"]
 
 CLUSTER: Final = "cluster"
 MEMBERS: Final = "members/"
@@ -199,6 +200,18 @@ class Cluster:
         if not 0 <= number < self.record.shards:
             raise errors.UsageError(f"shard {number}; this cluster has shards 0 to {self.record.shards - 1}")
         return f"{SHARDS}{number}"
+
+
+async def registered_addresses(url: str, timeout_s: float) -> list[str]:
+    """Where the nodes of the cluster at `url` are. Raises Unavailable when there is none, and as `open_control`."""
+    plane = await open_control(url, timeout_s=timeout_s)
+    try:
+        entries, _ = await plane.list(MEMBERS)
+    finally:
+        await plane.aclose()
+    if not entries:
+        raise errors.Unavailable(f"no node is registered in {url}; start one with ucxkv node --cluster {url}")
+    return [record.address for record in _members(entries)]
 
 
 def _members(entries: Iterable[Entry]) -> list[MemberRecord]:

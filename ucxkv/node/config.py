@@ -46,6 +46,14 @@ class NodeConfig:
     """Folder for the journal and what else outlives the process; needed unless durability is memory."""
     join: tuple[str, ...] = ()
     """Addresses of nodes to join; one that answers is enough."""
+    cluster: str = ""
+    """Control plane to register with and to learn the other nodes from: sqlite:///absolute/path/file.db on one machine,
+    etcd://host:2379[,host:2379]/cluster-name on many; empty = none, the node serves alone or with those of `join`.
+    """
+    cluster_lease_ms: int = 10_000
+    """The registration's lease. A node that the control plane has lost sight of serves this long and no longer; a
+    node that died is missed by then. Shorter finds the dead sooner and survives shorter outages of the control plane.
+    """
     advertise: str = ""
     """Address that others are told, when `listen` is not what they can reach (0.0.0.0, NAT)."""
     token: str = ""

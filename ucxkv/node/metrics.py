@@ -70,6 +70,10 @@ METRIC_TEXTS: dict[str, str] = {
     "connections_refused": "connections refused because too many were open",
     "nodes": "nodes in the cluster as this one sees it, itself included",
     "vanished_writers": "ended connections whose processes still run",
+    "incarnation": "this node's incarnation in its cluster: grows with each registration; 0 without a cluster",
+    "cluster_lease_s": "seconds for which this node's registration surely holds; 0: lost, or no cluster",
+    "cluster_lease_losses": "times that this node's registration was lost and serving stopped until the next",
+    "cluster_members": "nodes registered in the cluster's control plane, as last seen",
 }
 COUNTERS = frozenset(
     (
@@ -88,6 +92,7 @@ COUNTERS = frozenset(
         "journal_commits",
         "journal_snapshots",
         "snapshots_failed",
+        "cluster_lease_losses",
     )
 )
 _MESSAGE_LEVELS = ("message_sessions", "message_grants", "message_closing")

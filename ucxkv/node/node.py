@@ -26,8 +26,9 @@ from ucxkv.journal import Durability, Journal
 from ucxkv.node.config import NodeConfig
 from ucxkv.node.durable import NO_NUMBERS, DurableLog
 from ucxkv.node.greeting import Greeter
+from ucxkv.node.membership import NO_CLUSTER, Membership
 from ucxkv.node.metrics import MetricsServer
-from ucxkv.node.peers import PeerLinks
+from ucxkv.node.peers import PeerLinks, check_member
 from ucxkv.node.placing import Placing
 from ucxkv.node.recovering import recover
 from ucxkv.node.requests import Requests
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
     from types import TracebackType
 
+    from ucxkv.control.records import MemberRecord
     from ucxkv.transport.control import ControlConnection
     from ucxkv.transport.control import Message as ControlMessage
 
@@ -77,7 +79,8 @@ class Node:
         self._started_ns = 0
         self._is_open = False
         self._has_store = False
-        self._lease_end_ns = FOREVER
+        self._lease_end_ns = 0 if self.config.cluster else FOREVER
+        self.membership: Membership | None = None
         self._stopped = asyncio.Event()
         self.durable: DurableLog | None = None
         """The durable half of the store; None with durability = memory."""
@@ -145,6 +148,9 @@ class Node:
         self._wake_at(None)
         if config.join:
             await self.peers.join(config.join)
+        if config.cluster:
+            self.membership = Membership(config.cluster, own, config.cluster_lease_ms / 1e3, self)
+            await self.membership.start()
         log.info(
             "node.start",
             name=config.name,
@@ -195,6 +201,8 @@ class Node:
         """Stop serving and give everything back. Idempotent."""
         was_open, self._is_open = self._is_open, False
         self.lease_until(0)
+        if self.membership is not None:
+            await self.membership.aclose()
         self._has_store = False
         self._stopped.set()
         if self._tick is not None:
@@ -410,6 +418,31 @@ class Node:
                 with contextlib.suppress(TransportError):
                     session.connection.send(message.CODE, payload)
 
+    # ---- the cluster's control plane
+
+    def on_lease(self, until_ns: int) -> None:
+        """See MembershipListener: the node serves as long as its registration holds."""
+        if self._is_open:
+            self.lease_until(until_ns)
+
+    def on_incarnation(self, record: MemberRecord, others_between: bool) -> None:
+        """See MembershipListener: what another process may have answered under this name was of an epoch before."""
+        if others_between:
+            self.begin_epoch(self.epoch + 1)
+
+    def on_members(self, members: list[MemberRecord]) -> None:
+        """See MembershipListener: links to all the others."""
+        for record in members:
+            if record.name != self.config.name:
+                self.spawn(self._link(record.info))
+
+    async def _link(self, member: m.MemberInfo) -> None:
+        try:
+            check_member(member)
+            await self.peers.add(member, has_name=True)
+        except errors.UcxKvError as exc:
+            log.warning("peer.refused", node=member.name, why=str(exc))
+
     # ---- the report
 
     def _numbers(self) -> dict[str, float]:
@@ -423,6 +456,7 @@ class Node:
             "connections_refused": server.refused_count if server else 0,
             "nodes": len(self.peers.members()),
             "vanished_writers": len(self._gone),
+            **(self.membership.numbers() if self.membership is not None else NO_CLUSTER),
             **{f"connections_{kind}": paths[kind] for kind in PATH_KINDS},
         }
 
@@ -450,5 +484,11 @@ class Node:
             epoch=self.epoch,
             uptime_s=(time.monotonic_ns() - self._started_ns) / 1e9,
             numbers=self._numbers(),
-            facts={**self.store.facts(), **self._durability(), **self.service.facts(), **self.placing.facts()},
+            facts={
+                **self.store.facts(),
+                **self._durability(),
+                **self.service.facts(),
+                **self.placing.facts(),
+                **(self.membership.facts() if self.membership is not None else {}),
+            },
         )

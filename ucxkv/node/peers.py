@@ -97,16 +97,17 @@ class PeerLinks:
         if failures:
             raise errors.Unavailable(f"no node to join answered ({'; '.join(failures)})")
 
-    async def add(self, member: m.MemberInfo) -> None:
+    async def add(self, member: m.MemberInfo, *, has_name: bool = False) -> None:
         """Link to a node that joined, and wait until the link is up (or its first dial failed). Idempotent.
 
+        has_name: the control plane says that the name is this one's: who else has it is over, though its link is up.
         Raises SetupError when another live node has its name, Overloaded when there are too many.
         """
         if member.node_id == self.own.node_id or member.node_id in self._links or not self._is_open:
             return
         for link in list(self._links.values()):
             if link.member.name == member.name:
-                if link.dialed is not None and link.dialed.connection.is_open:
+                if link.dialed is not None and link.dialed.connection.is_open and not has_name:
                     raise _same_name(member)
                 self._drop(link)
         if member.name == self.own.name:
