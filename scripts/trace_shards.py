@@ -1,12 +1,12 @@
 """How evenly do the shards of a directory share the look-ups and blocks of real traces, and by how many messages?
 
-    python scripts/trace_shards.py TRACE [TRACE ...] [--shards 4,16,64] [--fanout 1,2,4,8] [--json] [--quick]
+    python scripts/trace_shards.py TRACE [TRACE ...] [--shards 4,16,64] [--fanout 1,2,4] [--json] [--quick]
 
 Traces: those of docs/sharding.md, plain or .xz. The rule (`ucxkv.sharding`), walks and remembered heads are the
 product's own code; the shards are modelled, nothing is evicted. Each request looks its chain up and then stores what
 was missing. `memory`: none = a client forgets everything between look-ups; heads = 16 clients, each with its own
 memory of heads, cold at the start (sessions stay with a client, else requests go in turns). Loads are over the whole
-trace, the busiest shard over the mean; busiest node: of look-up messages, with the shards on 4 nodes by rendezvous. The
+trace, the busiest shard over the mean; busiest node: of look-up messages, with the shards levelled over 4 nodes. The
 floor is S x the share of the heaviest set of blocks that the rule keeps together. Keys are drawn anew for each of
 --draws runs; the median run is printed, and the worst one's loads.
 
@@ -37,7 +37,7 @@ from ucxkv.heads import Heads
 from ucxkv.ids import NodeId
 from ucxkv.keys import KeyArray
 from ucxkv.placement import Members
-from ucxkv.sharding import ShardRule, leaders
+from ucxkv.sharding import ShardRule, levelled
 from ucxkv.walk import Answer, Ask, Walk
 
 CLIENTS, NODES = 16, 4
@@ -135,7 +135,7 @@ class Replay:
         for piece, blocks in enumerate(self.pieces.blocks):
             pieces[self.chain[piece]] += blocks
         asked = [count for chain, count in self.asked_of.items() if chain >= 0]
-        where = leaders(shards, Members([NodeId(f"node-{number}") for number in range(NODES)]))
+        where = levelled([None] * shards, Members([NodeId(f"node-{number}") for number in range(NODES)]))
         on_node: Counter[str] = Counter()
         for shard, node in enumerate(where):
             on_node[node] += self.asked[shard]
@@ -196,7 +196,7 @@ def run() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("traces", nargs="+", type=Path, help="trace files")
     options.add_argument("--shards", type=numbers, default=[4, 16, 64], help="numbers of shards (default 4,16,64)")
-    options.add_argument("--fanout", type=numbers, default=[1, 2, 4, 8], help="fan-outs (default 1,2,4,8)")
+    options.add_argument("--fanout", type=numbers, default=[1, 2, 4], help="fan-outs (default 1,2,4)")
     options.add_argument("--cut-tokens", type=int, default=65_536, help="mean tokens between cuts (default 65536)")
     options.add_argument("--draws", type=int, default=3, help="runs with keys of their own (default 3)")
     options.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")

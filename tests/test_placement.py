@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from ucxkv.errors import UsageError
 from ucxkv.ids import NodeId
 from ucxkv.keys import KeyArray
-from ucxkv.placement import Members, home, home_indices, part_indices, part_nodes
+from ucxkv.placement import Members, PartGrid, attention_indices, home, home_indices, part_indices, part_nodes
 
 names = st.lists(st.text(min_size=1, max_size=6).map(NodeId), min_size=1, max_size=9, unique=True)
 weight = st.floats(0.1, 10)
@@ -142,3 +143,92 @@ def test_impossible_members_are_refused_by_name(members: object, says: str) -> N
         Members(members)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="at least one part"):
         part_nodes(b"k" * 16, 0, Members([NodeId("a")]))
+
+
+NEAR, FAR = 3, 6  # two ways' ranks
+grids = st.builds(PartGrid, st.integers(1, 3), st.integers(1, 4))
+
+
+@given(names, grids, st.data())
+@settings(max_examples=60, deadline=None)
+def test_what_one_rank_reads_lies_together_and_near_it(
+    nodes: list[NodeId], grid: PartGrid, data: st.DataObject
+) -> None:
+    """Goal: one batch from one near node for each tensor-parallel rank. Method: random grids, weights and ways; each
+    column is on one node, a nearest one where the reader is known; unknown ones share no node while that can be."""
+    members = Members({node: data.draw(weight) for node in nodes})
+    way = st.one_of(st.none(), st.lists(st.integers(0, 6), min_size=len(nodes), max_size=len(nodes)))
+    ways = data.draw(st.lists(way, min_size=grid.head_groups, max_size=grid.head_groups))
+    found = attention_indices(some_keys(40), grid, members, ways)
+    assert found.shape == (40, grid.parts)
+    for row in found.reshape(40, grid.layer_groups, grid.head_groups):
+        assert (row == row[0]).all()
+        for column, far in zip(row[0], ways, strict=True):
+            assert far is None or far[column] == min(far)
+        unknown = [node for node, far in zip(row[0], ways, strict=True) if far is None]
+        if not any(ways) or len(nodes) >= grid.head_groups > len(unknown) > 0:
+            assert len(set(unknown)) == min(len(unknown), len(nodes))
+
+
+@given(names, st.integers(1, 12), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_without_readers_it_is_the_plain_placement(nodes: list[NodeId], parts: int, is_even: bool) -> None:
+    """Goal: blocks stored before are found. Method: both, with one layer group and no ways."""
+    members = Members(nodes) if is_even else Members({node: 1.0 + at for at, node in enumerate(nodes)})
+    keys = some_keys(40)
+    assert (attention_indices(keys, PartGrid(1, parts), members) == part_indices(keys, parts, members)).all()
+
+
+def test_near_nodes_share_a_reader_in_proportion_to_weight() -> None:
+    """Goal: balance among equals. Method: 8 nodes weighted 1 to 8, the upper four near the one reader; 20,000 blocks
+    within five standard deviations, and none on the far ones."""
+    nodes = [NodeId(f"node-{number}") for number in range(8)]
+    members = Members({node: number + 1 for number, node in enumerate(nodes)})
+    found = attention_indices(some_keys(20_000), PartGrid(2, 1), members, [[FAR] * 4 + [NEAR] * 4])[:, 0]
+    count, share = np.bincount(found, minlength=8), np.array([0, 0, 0, 0, 5, 6, 7, 8]) / 26
+    assert (abs(count - 20_000 * share) <= 5 * np.sqrt(20_000 * share)).all()
+
+
+@given(names.filter(lambda nodes: len(nodes) > 1), st.data())
+@settings(max_examples=50, deadline=None)
+def test_only_columns_of_the_node_that_left_or_joined_move(nodes: list[NodeId], data: st.DataObject) -> None:
+    """Goal: minimal movement, exactly, for one reader. Method: with and without one member, with any weights and ways:
+    a column moves if it was there; and else only if that was the last of the nearest, so that others are now."""
+    weights = {node: data.draw(weight) for node in nodes}
+    far = {node: data.draw(st.integers(0, 2)) for node in nodes}
+    gone = data.draw(st.sampled_from(nodes))
+    keys, grid = some_keys(200), PartGrid(2, 1)
+
+    def placed(members: Members) -> list[NodeId]:
+        ways = [[far[node] for node in members.nodes]]
+        return [members.nodes[index] for index in attention_indices(keys, grid, members, ways)[:, 0]]
+
+    before, after = placed(Members(weights)), placed(Members({node: weights[node] for node in nodes if node != gone}))
+    assert [old == new for old, new in zip(before, after, strict=True)] == [old != gone for old in before]
+
+
+def test_few_columns_move_when_a_member_leaves() -> None:
+    """Goal: near-minimal movement with several readers. Method: 8 nodes on 4 hosts, a reader near each host; one node
+    leaves: its eighth of the columns moves, to its host's other node, and no other."""
+    nodes = [NodeId(f"node-{number}") for number in range(8)]
+    keys, grid = some_keys(4_000), PartGrid(2, 4)
+
+    def placed(some: list[NodeId]) -> npt.NDArray[np.str_]:
+        members = Members(some)
+        ways = [[NEAR if int(node[-1]) // 2 == host else FAR for node in members.nodes] for host in range(4)]
+        return np.array(members.nodes)[attention_indices(keys, grid, members, ways)]
+
+    before, after = placed(nodes), placed(nodes[1:])
+    assert ((before != after) == (before == nodes[0])).all()
+    assert abs((before != after).mean() - 1 / 8) < 0.01
+    assert set(after[before == nodes[0]]) == {nodes[1]}
+
+
+def test_a_grid_or_ways_that_do_not_fit_are_refused() -> None:
+    """Goal: no part is placed by accident. Method: empty grids; ways for other numbers of head groups and members."""
+    members = Members([NodeId("a"), NodeId("b")])
+    with pytest.raises(UsageError, match="at least one"):
+        PartGrid(0, 1)
+    for ways in ([[1, 2]], [[1], [2]], [None]):
+        with pytest.raises(UsageError, match="ways"):
+            attention_indices(some_keys(1), PartGrid(1, 2), members, ways)

@@ -15,7 +15,7 @@ from tests.test_placement import names, some_keys, weight
 from ucxkv.errors import UsageError
 from ucxkv.ids import NodeId
 from ucxkv.placement import Members
-from ucxkv.sharding import ShardRule, holders, leaders
+from ucxkv.sharding import ShardRule, holders, leaders, levelled
 
 SHARDS = 256
 
@@ -84,6 +84,44 @@ def test_a_joining_node_gets_its_share_of_the_shards() -> None:
     moved = [new for old, new in zip(before, after, strict=True) if old != new]
     assert set(moved) == {nodes[8]}
     assert abs(len(moved) - 4096 / 9) < 5 * np.sqrt(4096 / 9)
+
+
+@given(names, names, st.integers(0, 7), st.data())
+@settings(max_examples=150, deadline=None)
+def test_levelled_shards_are_even_and_move_no_more_than_they_must(
+    old: list[NodeId], new: list[NodeId], log_shards: int, data: st.DataObject
+) -> None:
+    """Goal: balance and minimal movement at once. Method: from any map (of nothing, of other members, at random) to
+    members of any weights: each has its share rounded down or up, and as many shards moved as had to: those beyond a
+    share or of no member, or more when others lacked them. Levelling again moves nothing."""
+    shards = 1 << log_shards
+    members = Members({node: data.draw(weight) for node in new}) if data.draw(st.booleans()) else Members(new)
+    before: list[NodeId | None] = data.draw(
+        st.one_of(st.just([None] * shards), st.lists(st.sampled_from(old), min_size=shards, max_size=shards))
+    )
+    if data.draw(st.booleans()):
+        before = [*levelled(before, Members(old))]
+    after = levelled(before, members)
+    share = dict(zip(members.nodes, np.array(members.weights) * shards / sum(members.weights), strict=True))
+    count = {node: after.count(node) for node in new}
+    assert all(np.floor(share[node]) <= count[node] <= np.ceil(share[node]) for node in new)
+    had = {node: before.count(node) for node in new}
+    surplus = shards - sum(min(had[node], int(np.ceil(share[node]))) for node in new)
+    lacking = sum(max(0, int(np.floor(share[node])) - had[node]) for node in new)
+    assert sum(a != b for a, b in zip(before, after, strict=True)) == max(surplus, lacking)
+    assert levelled(after, members) == after
+
+
+def test_a_node_that_joins_or_leaves_level_shards_moves_its_share_only() -> None:
+    """Goal: 1/n of the blocks. Method: 64 shards on 4 nodes and back; none moves between nodes that stay."""
+    four = Members([NodeId(f"node-{number}") for number in range(4)])
+    three = Members(four.nodes[:3])
+    on_three = levelled([None] * 64, three)
+    on_four = levelled(on_three, four)
+    assert {new for old, new in zip(on_three, on_four, strict=True) if old != new} == {four.nodes[3]}
+    assert on_four.count(four.nodes[3]) == 16
+    back = levelled(on_four, three)
+    assert [old == new for old, new in zip(on_four, back, strict=True)] == [old != four.nodes[3] for old in on_four]
 
 
 @given(names, st.integers(1, 4), st.data())

@@ -3,7 +3,8 @@
 Promises of this module: the answer depends on the key, the nodes' names and their weights alone, never on the order
 in which the members are listed, nor on the process or the day. When a member joins, only keys that move to it change
 their home; when one leaves, only its own keys do. Each node is home of a share of the keys in proportion to its
-weight. Parts of one block stand on distinct nodes while there are enough.
+weight. Parts of one block stand on distinct nodes while there are enough; what one attention reader needs of a block
+lies together, on a node that is near it.
 
 Each (key, node) pair has a 64-bit draw: the node's name goes through xxh3-64 once, then two rounds of a 64-bit
 finaliser (the one of splitmix64) mix in both halves of the key. The highest draw wins where weights are equal; else
@@ -14,7 +15,8 @@ logarithms differ in the last bit could disagree about one key in 2**50; the cos
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -25,7 +27,7 @@ from ucxkv.errors import UsageError
 from ucxkv.ids import NodeId
 from ucxkv.keys import KeyArray
 
-__all__ = ["Members", "home", "home_indices", "part_indices", "part_nodes", "ranking"]
+__all__ = ["Members", "PartGrid", "attention_indices", "home", "home_indices", "part_indices", "part_nodes", "ranking"]
 
 _MASK: Final = (1 << 64) - 1
 _MUL_1: Final = 0xBF58476D1CE4E5B9
@@ -116,6 +118,54 @@ def part_indices(keys: KeyArray, parts: int, members: Members) -> npt.NDArray[np
         out[:, part] = np.argmax(scores, axis=1)
         taken[rows, out[:, part]] = True
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class PartGrid:
+    """How a block is split: part = layer_group * head_groups + head_group.
+
+    A tensor-parallel rank reads one head group of every layer group: one column of this grid.
+    """
+
+    layer_groups: int
+    head_groups: int
+
+    def __post_init__(self) -> None:
+        if self.layer_groups < 1 or self.head_groups < 1:
+            raise UsageError(f"{self.layer_groups} layer groups x {self.head_groups} head groups: at least one of each")
+
+    @property
+    def parts(self) -> int:
+        """Parts of a block."""
+        return self.layer_groups * self.head_groups
+
+
+def attention_indices(
+    keys: KeyArray, grid: PartGrid, members: Members, ways: Sequence[Sequence[int] | None] | None = None
+) -> npt.NDArray[np.intp]:
+    """The nodes that hold the parts of n blocks, as indices (n, grid.parts) into `members.nodes`, by who reads them.
+
+    All that one rank reads of a block lies on one node, so that it gets it in one batch. ways: for each head group how
+    far its reader is from each member, smaller is nearer (the ranks of ways of `transport.ranking`); None where the
+    reader isn't known. A known reader's column lies on one of its nearest nodes, chosen by the key among equals, a free
+    one first; other columns lie on nodes that hold nothing of the block yet, while there are some. Without ways and
+    with one layer group it is `part_indices`.
+    """
+    n, m, columns = len(keys), len(members), grid.head_groups
+    far = list(ways) if ways is not None else [None] * columns
+    if len(far) != columns or any(way is not None and len(way) != m for way in far):
+        raise UsageError(f"ways: one for each of {columns} head groups, each None or {m} numbers, one for each member")
+    out = np.zeros((n, columns), np.intp)
+    rows, taken = np.arange(n), np.zeros((n, m), np.bool_)
+    for column in sorted(range(columns), key=lambda at: far[at] is None):  # the known first: they can't go elsewhere
+        way = far[column]
+        near = np.ones(m, np.bool_) if way is None else np.asarray(way) == min(way)
+        taken[(taken | ~near).all(axis=1)] = False  # all near are taken: each gets its next
+        scores = _scores(keys, members, column + 1)
+        scores[taken | ~near] = -np.inf if scores.dtype == np.float64 else 0
+        out[:, column] = np.argmax(scores, axis=1)
+        taken[rows, out[:, column]] = True
+    return np.tile(out, (1, grid.layer_groups))
 
 
 def part_nodes(key: bytes, parts: int, members: Members) -> list[NodeId]:
