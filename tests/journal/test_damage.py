@@ -113,6 +113,36 @@ def test_a_good_frame_behind_a_tear_never_comes_back() -> None:
     assert journal.recovered.stopped.kind is StopKind.END
 
 
+def test_damage_is_reported_until_somebody_appends() -> None:
+    """Goal: a node that refuses to start on damage does not destroy the evidence by trying. Method: a frame in the
+    middle is hit, and a whole file behind it does not continue; open and close twice: the same report, nothing has
+    changed; the first append then cuts for good."""
+    files = FaultyFiles()
+    journal = PlainJournal(files)
+    for number in range(8):
+        journal.write(b"record %d" % (number + 1))
+    content = files.content()
+    first = min(name for name in content if name.startswith("log-"))
+    raw = bytearray(content[first])
+    raw[2 * BLOCK_BYTES + HEAD_BYTES + 6] ^= 4
+    files = FaultyFiles({**content, first: bytes(raw)})
+    before = files.content()
+    for _ in range(2):
+        _, records, journal = read(files)
+        assert [record for _, _, record in records] == [b"record 1"]
+        assert journal.recovered.stopped.kind is StopKind.DAMAGED
+        assert "acknowledged records are lost" in str(journal.recovered.stopped)
+        journal.close()
+        assert files.content() == before
+    _, _, journal = read(files)
+    for number in range(2, 12):  # over several files, beside those that did not continue
+        journal.write(b"new %d" % number)
+    journal.close()
+    _, records, journal = read(files.after_power_cut(None))
+    assert [record for _, _, record in records] == [b"record 1", *(b"new %d" % number for number in range(2, 12))]
+    assert journal.recovered.stopped.kind is StopKind.END
+
+
 def test_a_torn_frame_is_not_completed_by_the_write_that_follows_it() -> None:
     """Goal: a frame that recovery dropped stays dropped (found by the state machine). Method: a power cut leaves the
     first sector of a frame; after the restart another frame is written in its place, and a second cut leaves only

@@ -82,6 +82,37 @@ async def test_what_was_committed_comes_back_after_a_restart(tmp_path: Path, dur
     assert (await _records(tmp_path / "new" / "folder"))[-1] == (9, 601, b"next")
 
 
+async def test_a_simulated_journal_needs_no_thread() -> None:
+    """Goal: deterministic simulation of a whole node. Method: the same life without threads on a disk in memory: the
+    number of threads stays, 30 appends of one turn of the loop share a frame, a failed sync fences, a snapshot and a
+    restart work."""
+    files = FaultyFiles()
+    threads = threading.active_count()
+    journal, _ = await _open(Path(), files=files, is_threaded=False)
+    await asyncio.gather(*(journal.committed(journal.append(1, [b"%d" % i])) for i in range(30)))
+    assert journal.stats.frames == 1
+    await journal.snapshot(1, 20, [b"state"])
+    assert threading.active_count() <= threads
+
+    def before(kind: str, name: str) -> None:
+        if kind == "sync" and name.startswith("log-"):
+            raise OSError(errno.EIO, "Input/output error")
+
+    files.before = before
+    with pytest.raises(JournalFailed):
+        await journal.committed(journal.append(1, [b"lost"]))
+    files.before = lambda kind, name: None
+    await journal.aclose()
+    assert not files.is_locked
+    journal, recovered = await _open(Path(), files=files.after_power_cut(None), is_threaded=False)
+    assert list(recovered.snapshot) == [b"state"]
+    assert [lsn for _, lsn, _ in recovered.records] == list(range(21, 31))
+    journal.append(1, [b"at the end"])
+    await journal.aclose()
+    await journal.aclose()
+    assert threading.active_count() <= threads
+
+
 async def test_what_waits_is_written_by_aclose(tmp_path: Path) -> None:
     """Goal: an orderly end loses nothing, waited for or not. Method: append without awaiting, then aclose."""
     journal, _ = await _open(tmp_path)

@@ -9,15 +9,21 @@ woken once for any number of records. There is no window: waiting for more only 
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 from ucxkv.journal.log import Log, frame_bytes
 
-__all__ = ["Append", "Commit", "Committer"]
+__all__ = ["Append", "Commit", "Committer", "LoopCommitter", "LoopExecutor"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _FRAME_BYTES = 1 << 20  # a frame takes further appends up to here; encoding it holds the GIL for about 0.2 ms
 
@@ -45,8 +51,8 @@ class Commit:
 class Committer:
     """Owns `log` in a thread of its own from `start` until `on_end` was called.
 
-    All callbacks come from that thread, or from the caller's inside of `put` when `is_inline`. on_end: None after
-    `stop`, else the error that ended it. on_switch: a new file was begun.
+    All callbacks come from that thread. on_end: None after `stop`, else the error that ended it. on_switch: a new file
+    was begun.
     """
 
     def __init__(
@@ -119,3 +125,57 @@ class Committer:
         self._on_commit(Commit(first.lsn + len(records) - 1, len(records), nbytes, disk_bytes))
         if self._log.files_begun != begun:
             self._on_switch()
+
+
+class LoopCommitter(Committer):
+    """The same without a thread: frames are written in the loop's next turn, and callbacks come from there.
+
+    For simulations that bring their own disk and clock; a real disk would stop the loop.
+    """
+
+    def start(self) -> None:
+        """Nothing to start."""
+        self._loop = asyncio.get_running_loop()
+        self._is_scheduled = self._is_over = False
+
+    def put(self, append: Append) -> None:
+        """Hand one over; its lsn follows the last one's."""
+        self._pending.append(append)
+        self._schedule()
+
+    def stop(self) -> None:
+        """Write what was handed over, then end."""
+        self._is_stopping = True
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._is_scheduled = False
+        if self._is_over:
+            return
+        error: BaseException | None = None
+        try:
+            while self._pending:
+                self.commit_next()
+        except Exception as exc:
+            error = exc
+        if error is not None or self._is_stopping:
+            self._is_over = True
+            self._on_end(error)
+
+
+class LoopExecutor(Executor):
+    """Runs what is submitted at once, in the caller."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """See concurrent.futures.Executor."""
+        done: Future[T] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except BaseException as exc:
+            done.set_exception(exc)
+        return done

@@ -17,19 +17,20 @@ import logging
 import time
 from bisect import bisect_right
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from ucxkv.errors import JournalFailed, Overloaded, SetupError, UsageError, ValueTooLarge
-from ucxkv.journal.committer import Append, Commit, Committer
+from ucxkv.journal.committer import Append, Commit, Committer, LoopCommitter, LoopExecutor
 from ucxkv.journal.files import Files, FolderFiles, how_to_fix, setup_error
 from ucxkv.journal.log import frame_bytes
 from ucxkv.journal.pieces import BLOCK_BYTES
 from ucxkv.journal.recovery import Recovered, Recovery, recover
 from ucxkv.journal.snapshots import CHUNK_BYTES_MAX, Generations, SnapshotWriter
+from ucxkv.journal.walk import StopKind
 
 __all__ = ["RECORD_BYTES_MAX", "Durability", "Journal", "JournalStats"]
 
@@ -75,7 +76,7 @@ class Journal:
         self,
         files: Files,
         recovery: Recovery,
-        keeper: ThreadPoolExecutor,
+        keeper: Executor,
         *,
         durability: Durability,
         identity: bytes,
@@ -97,7 +98,8 @@ class Journal:
         self._snapshot_turn = asyncio.Lock()
         self.durability = durability
         self.stats = JournalStats()
-        self._committer = Committer(
+        is_threaded = isinstance(keeper, ThreadPoolExecutor)
+        self._committer = (Committer if is_threaded else LoopCommitter)(
             recovery.log,
             frame_bytes_max=self._append_bytes_max,
             on_commit=lambda commit: self._tell(self._committed, commit),
@@ -117,13 +119,15 @@ class Journal:
         file_bytes: int = 64 << 20,
         pending_bytes_max: int = 64 << 20,
         files: Files | None = None,
+        is_threaded: bool = True,
     ) -> tuple[Journal, Recovered]:
         """Lock the folder (made if missing), read what is there, and get ready to append.
 
         identity: whose journal it is, at most 1,024 bytes; must equal what the files say. file_bytes: of a log file, a
         multiple of 4 KiB; bounds a record. pending_bytes_max: appended and not committed yet, with 64 bytes a record
-        on top. files: another disk. Raises SetupError: held by another process, foreign, newer, not usable, or
-        records are missing (left as it is)."""
+        on top. files: another disk;
+        is_threaded=False then writes it in the loop, for simulations. Raises SetupError: held by another process,
+        foreign, newer, not usable, or records are missing (left as it is)."""
         if durability is Durability.MEMORY:
             raise UsageError("durability=memory keeps no journal: open none")
         if file_bytes % BLOCK_BYTES or file_bytes < FILE_BYTES_MIN:
@@ -153,7 +157,9 @@ class Journal:
                 done.result().log.close()
                 disk.release()
 
-        keeper = ThreadPoolExecutor(1, thread_name_prefix="ucxkv-journal-keeper")
+        keeper: Executor = LoopExecutor()
+        if is_threaded:
+            keeper = ThreadPoolExecutor(1, thread_name_prefix="ucxkv-journal-keeper")
         reading = asyncio.get_running_loop().run_in_executor(keeper, read)
         try:
             recovery = await asyncio.shield(reading)
@@ -170,7 +176,10 @@ class Journal:
             file_bytes=file_bytes,
             pending_bytes_max=pending_bytes_max,
         )
-        return journal, recovery.recovered
+        found = recovery.recovered
+        if found.stopped.kind is StopKind.DAMAGED or found.damaged:
+            log.error("the journal in %s is damaged: %s; snapshots: %s", disk.folder, found.stopped, found.damaged)
+        return journal, found
 
     # ---- appending
 
@@ -411,7 +420,10 @@ class Journal:
             log.error("the disk under %s does not answer: the journal is left to its thread", self._files.folder)
             return
         async with self._snapshot_turn:
-            await self._loop.run_in_executor(None, self._close)
+            if isinstance(self._keeper, ThreadPoolExecutor):
+                await self._loop.run_in_executor(None, self._close)
+            else:
+                self._close()
 
     def _close(self) -> None:
         self._keeper.shutdown(wait=True)

@@ -15,7 +15,7 @@ import contextlib
 import mmap
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ucxkv.journal.files import Files
 from ucxkv.journal.pieces import BLOCK_BYTES, FILE, FRAME, HEAD_BYTES, encode_records, padded, read_head, seal
@@ -101,7 +101,7 @@ class Spares:
 class Log:
     """The open end of the log.
 
-    logs: the files that stay, oldest first. `resume` or `begin` once before the first `write`.
+    logs: the files that stay, oldest first. `resume`, `begin` or `prepare_later` once before the first `write`.
     """
 
     def __init__(
@@ -129,6 +129,11 @@ class Log:
         self.files_begun = 0
         self._sum = self._last_frame_sum = 0
         self._buffer = memoryview(mmap.mmap(-1, 1 << 20))
+        self._before_first: Callable[[], None] | None = None
+
+    def prepare_later(self, call: Callable[[], None]) -> None:
+        """Do this, which resumes or begins, before the first frame is written, and not before."""
+        self._before_first = call
 
     def resume(self, offset: int, last_sum: int, last_frame_sum: int) -> None:
         """Go on in the last file, behind its last good frame. What is no good frame there loses its head: else the next
@@ -176,6 +181,9 @@ class Log:
 
     def write(self, epoch: int, lsn: int, records: Sequence[bytes]) -> int:
         """Write one frame whose first record is `lsn`, durable as the class promises; returns its bytes on the disk."""
+        if self._before_first is not None:
+            self._before_first()
+            self._before_first = None
         payload = encode_records(records)
         nbytes = HEAD_BYTES + len(payload)
         total_bytes = padded(nbytes)

@@ -3,7 +3,9 @@
 The result is the newest whole snapshot and every record after it up to the first frame that does not prove itself.
 It is never less than a snapshot that was once complete: when the newest one is damaged, the one before and the log
 up to the damaged one's lsn must be there, or `recover` refuses (SetupError). Files of another identity or of a newer
-version are refused before anything is changed; and nothing is changed before all was read."""
+version are refused before anything is changed; and nothing is changed before all was read. When acknowledged records
+are lost (DAMAGED), nothing is cut before the first append: whoever closes the journal instead finds the damage
+again."""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ class Recovered:
     """What was in the folder when it was opened. Read it before the first `snapshot`: that recycles old files.
 
     snapshot_epoch, snapshot_lsn: of the newest whole snapshot, 0 and 0 = none. last_lsn: of the last record; the next
-    append follows it. stopped: why replay ended there. damaged: names of snapshots that do not check out.
-    """
+    append follows it. stopped: why replay ended there; when its kind is DAMAGED,
+    acknowledged records behind that place are lost, and the first append gives them up for good. damaged: names of
+    snapshots that do not check out."""
 
     snapshot_epoch: int
     snapshot_lsn: int
@@ -112,7 +115,6 @@ def recover(files: Files, *, identity: bytes, file_bytes: int, now_run: int, is_
     spares.adopt(names)
     keep = {each.name for each in kept}
     dropped = [name for name in names if sequence_of(name) is not None and name not in keep]
-    retire(files, spares, dropped[::-1])
     log = Log(
         files,
         spares,
@@ -123,10 +125,19 @@ def recover(files: Files, *, identity: bytes, file_bytes: int, now_run: int, is_
         logs=kept,
         next_sequence=max(sequences, default=0) + 1,
     )
-    if walk is not None and walk.lsn == last_lsn:
-        log.resume(walk.offset, walk.sum, walk.last_frame_sum)
+
+    def cut() -> None:
+        """Give up what lies behind the last good record, and go on from there."""
+        retire(files, spares, dropped[::-1])
+        if walk is not None and walk.lsn == last_lsn:
+            log.resume(walk.offset, walk.sum, walk.last_frame_sum)
+        else:
+            log.begin(last_lsn + 1)
+
+    if stopped.kind is StopKind.DAMAGED:
+        log.prepare_later(cut)
     else:
-        log.begin(last_lsn + 1)
+        cut()
     recovered = Recovered(
         chosen.epoch if chosen is not None else 0,
         base_lsn,
