@@ -108,19 +108,20 @@ class EtcdEngine:
 
 
 @functools.cache
-def shared_etcd() -> EtcdServer:
+def shared_etcd(purpose: str = "") -> EtcdServer:
+    """One etcd a purpose: revisions are its own, and leases that others left behind end in it."""
     server = EtcdServer()
     server.start()
     atexit.register(server.__exit__, None, None, None)
     return server
 
 
-async def make_engine(kind: str, folder: Path) -> Engine:
+async def make_engine(kind: str, folder: Path, purpose: str = "") -> Engine:
     if kind == "memory":
         return MemoryEngine()
     if kind == "sqlite":
         return SqliteEngine(folder)
-    return EtcdEngine(shared_etcd())
+    return EtcdEngine(shared_etcd(purpose))
 
 
 ENGINES = [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from tests.control.conftest import ENGINES, make_engine
-from ucxkv.control import Change, ChangeKind, Conflict, ControlPlane, Entry
+from ucxkv.control import Change, ChangeKind, Conflict, ControlPlane, Entry, Lease
 
 KEYS = st.sampled_from(["a", "a/1", "a/2", "b", "b/\u00e9", "b/\U0001f600", "b/\uffee"])
 PREFIXES = st.sampled_from(["", "a", "a/", "b/", "b/\u00e9", "c"])
@@ -30,32 +30,76 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.runner = asyncio.Runner()
         self.folder = tempfile.TemporaryDirectory()
-        self.engine = self.runner.run(make_engine(self.kind, Path(self.folder.name)))
+        self.engine = self.runner.run(make_engine(self.kind, Path(self.folder.name), "machine"))
         self.planes: list[ControlPlane] = [self.runner.run(self.engine.open()) for _ in range(2)]
         self.model: dict[str, Entry] = {}
         self.log: list[Change] = []
+        self.leases: list[Lease] = []
+        self.held: dict[str, Lease] = {}
         self.dropped = 0
         self.revision = self.runner.run(self.planes[0].list(""))[1]
         self.start = self.revision
 
     def teardown(self) -> None:
+        for lease in self.leases:
+            self.runner.run(lease.revoke())
         self.runner.run(self.engine.aclose())
         self.runner.close()
         self.folder.cleanup()
 
-    @rule(handle=HANDLES, key=KEYS, value=VALUES, at=st.sampled_from(["right", "right", "right", "zero", "old", "new"]))
-    def change(self, handle: int, key: str, value: bytes | None, at: str) -> None:
+    @rule(handle=HANDLES)
+    def grant(self, handle: int) -> None:
+        if len(self.leases) < 3:
+            self.leases.append(self.runner.run(self.planes[handle].lease(3600)))
+
+    @precondition(lambda self: self.leases)
+    @rule(which=st.integers(0, 2))
+    def revoke(self, which: int) -> None:
+        """All keys of the lease go, and no others; the order among them is the engine's."""
+        lease = self.leases.pop(which % len(self.leases))
+        going = {key for key, holder in self.held.items() if holder is lease}
+        before = self.revision
+
+        async def act() -> list[Change]:
+            changes = self.planes[0].watch("", before)
+            await lease.revoke()
+            async with asyncio.timeout(20):
+                found = [await anext(changes) for _ in going]
+            await changes.aclose()
+            return found
+
+        found = self.runner.run(act())
+        assert {change.entry.key for change in found} == going
+        assert all(change.kind is ChangeKind.DELETE and change.entry.revision > before for change in found)
+        self.log += found
+        for key in going:
+            del self.model[key], self.held[key]
+        self.revision = self.runner.run(self.planes[0].list("c"))[1]
+        assert self.revision == (found[-1].entry.revision if found else before)
+
+    @rule(
+        handle=HANDLES,
+        key=KEYS,
+        value=VALUES,
+        at=st.sampled_from(["right", "right", "right", "zero", "old", "new"]),
+        under=st.integers(0, 3),
+    )
+    def change(self, handle: int, key: str, value: bytes | None, at: str, under: int) -> None:
+        lease = self.leases[under] if under < len(self.leases) else None
         current = self.model.get(key)
         right = current.revision if current else 0
         expected = {"right": right, "zero": 0, "old": max(0, right - 1), "new": right + 1}[at]
         if value is None and expected == 0:
             return
         try:
-            entry = self.runner.run(self.planes[handle].compare_and_set(key, expected, value))
+            entry = self.runner.run(self.planes[handle].compare_and_set(key, expected, value, lease=lease))
         except Conflict as exc:
             assert expected != right and exc.current == current
             return
         assert expected == right
+        self.held.pop(key, None)
+        if lease is not None and value is not None:
+            self.held[key] = lease
         if value is None:
             assert entry is None
             del self.model[key]
@@ -87,7 +131,7 @@ class Machine(RuleBasedStateMachine):
     @rule(handle=HANDLES, prefix=PREFIXES, back=st.integers(0, 30))
     def watch(self, handle: int, prefix: str, back: int) -> None:
         """From any point of the past: what the log has after it, or a RESYNC when that was dropped."""
-        past = [self.start, *(change.entry.revision for change in self.log)]
+        past = sorted({self.start, *(change.entry.revision for change in self.log)})
         after = past[-1 - min(back, len(past) - 1)]
         wanted = [c for c in self.log if c.entry.revision > after and c.entry.key.startswith(prefix)]
         if after < self.dropped:

@@ -2,7 +2,8 @@
 
 All calls run in one thread of their own, so that the event loop never waits for the disk or for another process. A call
 that is late is withdrawn when it had not begun (Unavailable, nothing changed), else its outcome is unknown. Watches
-share one poll of the file, every POLL_S, which costs one PRAGMA while nothing happens."""
+share one poll of the file, every POLL_S, in a second thread that costs one PRAGMA while nothing happens and wakes the
+loop only when something did."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import threading
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["POLL_S", "SqliteControl"]
 
-POLL_S = 0.025
+POLL_S = 0.05
 
 log = logging.getLogger("ucxkv.control")
 _T = TypeVar("_T")
@@ -54,7 +56,8 @@ class SqliteControl:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "control-sqlite")
         self._leases: set[Lease] = set()
         self._watchers: set[asyncio.Event] = set()
-        self._poller: asyncio.Task[None] | None = None
+        self._poller: threading.Thread | None = None
+        self._polls_no_more = threading.Event()
         self._is_closed = False
 
     @classmethod
@@ -151,9 +154,9 @@ class SqliteControl:
         for lease in leases:
             lease.abandon("this control plane was closed")
         self._wake()
+        self._polls_no_more.set()
         if self._poller is not None:
-            self._poller.cancel()
-            await asyncio.gather(self._poller, return_exceptions=True)
+            await asyncio.to_thread(self._poller.join, self._timeout_s)
         for lease in leases:
             await lease.stopped()
         closing = self._thread.submit(self._file.close)
@@ -165,23 +168,32 @@ class SqliteControl:
             news.set()
 
     def _poll(self) -> None:
-        if self._poller is None or self._poller.done():
-            self._poller = asyncio.create_task(self._keep_polling(), name="control-sqlite-poll")
+        if self._poller is None:
+            loop = asyncio.get_running_loop()
+            self._poller = threading.Thread(target=self._keep_polling, args=(loop,), name="control-poll", daemon=True)
+            self._poller.start()
 
-    async def _keep_polling(self) -> None:
-        """Wake the watches when the file's revision moved, as long as there are any."""
+    def _keep_polling(self, loop: asyncio.AbstractEventLoop) -> None:
+        """In a thread and over a connection of its own: wake the watches when the file's revision moved."""
+        file: SqliteFile | None = None
         seen = -1
-        while self._watchers:
-            await asyncio.sleep(POLL_S)
-            try:
-                newest = await self._run(self._file.poll, "poll")
-            except errors.UcxKvError as exc:
-                log.debug("control.poll why=%s", exc)
-                self._wake()  # a watch meets the same trouble by itself, and raises what is not Unavailable
-                continue
-            if newest != seen:
-                seen = newest
-                self._wake()
+        try:
+            while not self._polls_no_more.wait(POLL_S):
+                try:
+                    if file is None:
+                        file = SqliteFile(self._file.path)
+                    newest = file.poll()
+                except errors.UcxKvError as exc:
+                    log.debug("control.poll why=%s", exc)
+                    newest = -1  # a watch meets the same trouble by itself, and raises what is not Unavailable
+                if newest != seen or newest < 0:
+                    seen = newest
+                    loop.call_soon_threadsafe(self._wake)
+        except RuntimeError:
+            pass  # the loop is closed
+        finally:
+            if file is not None:
+                file.close()
 
     async def _run(self, act: Callable[[], _T], call: str) -> _T:
         if self._is_closed:

@@ -34,7 +34,7 @@ __all__ = ["SqliteFile"]
 APPLICATION_ID: Final = 0x75637876
 SCHEMA_VERSION: Final = 1
 HISTORY: Final = 4096
-"""Changes kept: a cluster changes its configuration a few times a second at worst, watchers look 40 times a second."""
+"""Changes kept: a cluster changes its configuration a few times a second at worst, watchers look 20 times a second."""
 _TRIM_EVERY = 256
 _BUSY_S = 3.0
 _BATCH = 500
