@@ -16,6 +16,8 @@
 #include "ucx.h"
 #include "wire.h"
 
+/* Says where n keys lie, at a moment within the call; all UNAVAILABLE while this node may not answer. It alone decides that,
+ * looking after it has read, so what is sent was true, also by a thread that was stopped in between. Returns the hits. */
 typedef size_t (*kv_resolve_fn)(void *ctx, size_t n, const uint8_t *keys, kv_found *out);
 
 #define KV_MAX_SESSIONS 4096
