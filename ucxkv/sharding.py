@@ -46,13 +46,13 @@ _CUT_MAX: Final = 1 << 32
 class ShardRule:
     """The rule's numbers; see the module. One for a cluster, for ever: blocks are found by it.
 
-    shards: how many there are. fanout: children that stay with their parent before it delegates; 2 keeps the odd
-    second answer local and cuts at a real head. cut_blocks: mean length of an unbroken chain. Both defaults are
-    measured in docs/sharding.md. Raises UsageError for numbers that are no rule.
+    shards: how many there are. fanout: children that stay with their parent before it delegates; 4 keeps second and
+    third answers local and cuts at a real head. cut_blocks: mean length of an unbroken chain. All measured in
+    docs/decisions.md. Raises UsageError for numbers that are no rule.
     """
 
     shards: int = 64
-    fanout: int = 2
+    fanout: int = 4
     cut_blocks: int = 4096
 
     def __post_init__(self) -> None:

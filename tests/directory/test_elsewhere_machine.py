@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.directory.arena import aligned
 from ucxkv.directory import ROOT_KEY, Directory, PutStatus, events, table_bytes
@@ -62,6 +62,7 @@ class TwoShards(RuleBasedStateMachine):
         self.excused: set[tuple[int, bytes]] = set()  # (shard of the child, child): its parent's shard lost it
         self.heads = [Heads(), Heads(limit=1)]
         self.walks: list[Running] = []
+        self.losses = 0
 
     def fresh(self, shard: int) -> Directory:
         table = TwinTable(aligned(table_bytes(CAPACITY)), CAPACITY, epoch=self.epoch[shard], seed=shard)
@@ -128,6 +129,11 @@ class TwoShards(RuleBasedStateMachine):
 
     # ---- rules
 
+    @initialize(some=st.lists(paths, min_size=3, max_size=6))
+    def begin(self, some: list[list[int]]) -> None:
+        for path in some:
+            self.put(path=path, parts=1, is_hasty=True)
+
     @rule(path=paths, parts=st.sampled_from([1, 1, 1, 2]), is_hasty=st.booleans())
     def put(self, path: list[int], parts: int, is_hasty: bool) -> None:
         """As a client does: each block where its parent is, else in its own shard, which pins the parent first. Hasty:
@@ -168,12 +174,14 @@ class TwoShards(RuleBasedStateMachine):
         for shard in (0, 1):
             self.apply(shard, events.Delete(b"".join(chain(path)[-2:])))
 
+    @precondition(lambda self: self.losses < 2)
     @rule(shard=shards, path=paths)
     def drop(self, shard: int, path: list[int]) -> None:
         """Damaged values take all below along, whoever is held for them."""
         self.apply_loss(shard, events.Drop(chain(path)[-1]))
 
     def apply_loss(self, shard: int, what: Any) -> None:
+        self.losses += 1
         self.disturb()
         before = set(self.cores[shard].elsewhere.pins)
         self.apply(shard, what)
@@ -183,9 +191,11 @@ class TwoShards(RuleBasedStateMachine):
         for running in self.walks:
             running.is_disturbed = True
 
+    @precondition(lambda self: self.losses < 2)
     @rule(shard=shards)
     def crash(self, shard: int) -> None:
         """All is lost, with what was on its way from there; the next leader begins with nothing."""
+        self.losses += 1
         self.disturb()
         self.excused |= {(1 - shard, child) for child in self.cores[1 - shard].elsewhere.crossings}
         self.excused = {(where, child) for where, child in self.excused if where != shard}
@@ -219,10 +229,20 @@ class TwoShards(RuleBasedStateMachine):
         self.walks.append(Running(keys, walk, client))
         self.note()
 
+    @rule(path=paths, client=shards)
+    def whole_walk(self, path: list[int], client: int) -> None:
+        """A walk that nothing comes between, and what the client learns from it."""
+        self.start_walk(path=path, client=client, strict=False)
+        running = self.walks[-1]
+        while running in self.walks:
+            self.step(running)
+
     @precondition(lambda self: self.walks)
-    @rule(data=st.data())
-    def step_walk(self, data: st.DataObject) -> None:
-        running = data.draw(st.sampled_from(self.walks))
+    @rule(which=st.integers(0, 2))
+    def step_walk(self, which: int) -> None:
+        self.step(self.walks[which % len(self.walks)])
+
+    def step(self, running: Running) -> None:
         ask = running.walk.ask()
         if ask is not None:
             above = running.keys[ask.first - 1] if ask.first else None
@@ -236,7 +256,7 @@ class TwoShards(RuleBasedStateMachine):
         walk = running.walk
         if not running.is_disturbed and not self.stale(running.keys):
             assert walk.visible in running.moments, (walk.visible, running.moments)
-            event("walk: one moment")
+            event(f"walk: {'a head known, ' if walk.heads else ''}{walk.messages} messages")
         if walk.is_settled:
             for key, shard in self.heads[running.client].learn(columns(running.keys), walk):
                 self.complete(running.client, key, shard)
@@ -296,6 +316,6 @@ class TwoShards(RuleBasedStateMachine):
 
 
 TwoShards.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=80, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestTwoShards = TwoShards.TestCase
