@@ -11,6 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -205,22 +206,20 @@ def test_a_short_write_and_a_limit_of_file_sizes_are_typed_errors(tmp_path: Path
 
 
 @needs_root
-def test_a_folder_of_somebody_else_is_a_typed_error(tmp_path: Path) -> None:
+def test_a_folder_of_somebody_else_is_a_typed_error() -> None:
     """Goal: wrong permissions are named. Method: a process without rights opens a folder, then one whose files belong
     to root although the folder does not."""
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder.stat().st_uid == os.geteuid() and str(folder) != "/":
-            folder.chmod(folder.stat().st_mode | 0o055)
-    locked = tmp_path / "locked"
-    locked.mkdir(0o700)
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    asyncio.run(_small(shared))
-    shared.chmod(0o777)
-    for folder in (locked, shared):
-        said = _in_child(_as_nobody, folder)
-        assert "Permission denied" in said
-        assert "fix: give the node's user read and write access" in said
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="ucxkv-test-") as top:  # every user may enter /dev/shm
+        Path(top).chmod(0o755)
+        locked, shared = Path(top) / "locked", Path(top) / "shared"
+        locked.mkdir(0o700)
+        shared.mkdir()
+        asyncio.run(_small(shared))
+        shared.chmod(0o777)
+        for folder in (locked, shared):
+            said = _in_child(_as_nobody, folder)
+            assert "Permission denied" in said
+            assert "fix: give the node's user read and write access" in said
 
 
 async def _small(folder: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import ucxkv.journal.journal as journal_module
 from tests.journal.faulty import FaultyFiles
 from ucxkv.errors import JournalFailed, Overloaded, SetupError, UsageError, ValueTooLarge
 from ucxkv.journal import Durability, Journal, Recovered, StopKind
@@ -350,6 +351,40 @@ async def test_a_snapshot_that_fails_or_is_cancelled_changes_nothing() -> None:
     assert len([name for name in files.names() if name.startswith("snapshot-")]) == 2
     _, recovered = await _open(Path(), files=files.after_kill())
     assert list(recovered.snapshot) == [b"third"]
+
+
+async def test_an_end_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: aclose is bounded. Method: the disk, then a snapshot's source stand still: aclose returns all the same and
+    says so in the log; when they move again a second aclose finishes the work."""
+    monkeypatch.setattr(journal_module, "_CLOSE_S", 0.05)
+    files = FaultyFiles()
+    journal, _ = await _open(Path(), files=files)
+    last = journal.append(1, [b"record"])
+    await journal.committed(last)
+    source = asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        await source.wait()
+        yield b"state"
+
+    snapshot = asyncio.create_task(journal.snapshot(1, last, slow()))
+    await asyncio.sleep(0)
+    go = threading.Event()
+    _hold(files, go, "sync")
+    journal.append(1, [b"late"])
+    await journal.aclose()
+    go.set()
+    await journal.committed(last + 1)
+    await journal.aclose()
+    assert files.is_locked
+    source.set()
+    with pytest.raises(UsageError, match="closed"):
+        await snapshot
+    monkeypatch.setattr(journal_module, "_CLOSE_S", 60.0)
+    await journal.aclose()
+    await journal.aclose()
+    assert not files.is_locked
+    assert files.open_handles == 0
 
 
 async def test_a_cancelled_wait_harms_nobody() -> None:

@@ -415,15 +415,19 @@ class Journal:
             self._is_closed = True
             self._committer.stop()
         try:
-            await asyncio.wait_for(asyncio.shield(self._ended), _CLOSE_S)
+            async with asyncio.timeout(_CLOSE_S):
+                await asyncio.shield(self._ended)
+                await self._snapshot_turn.acquire()
         except TimeoutError:
-            log.error("the disk under %s does not answer: the journal is left to its thread", self._files.folder)
+            log.error("the disk under %s, or a snapshot's source, does not answer: left open", self._files.folder)
             return
-        async with self._snapshot_turn:
+        try:
             if isinstance(self._keeper, ThreadPoolExecutor):
                 await self._loop.run_in_executor(None, self._close)
             else:
                 self._close()
+        finally:
+            self._snapshot_turn.release()
 
     def _close(self) -> None:
         self._keeper.shutdown(wait=True)
