@@ -2,7 +2,7 @@
 
     python scripts/trace_shards.py TRACE [TRACE ...] [--shards 4,16,64] [--fanout 1,2,4] [--json] [--quick]
 
-Traces: those of docs/decisions.md, plain or .xz. The rule (`ucxkv.sharding`), walks and remembered heads are the
+Traces: those of docs/sharding.md, plain or .xz. The rule (`ucxkv.sharding`), walks and remembered heads are the
 product's own code; the shards are modelled, nothing is evicted. Each request looks its chain up and then stores what
 was missing. `memory`: none = a client forgets everything between look-ups; heads = 16 clients, each with its own
 memory of heads, cold at the start (sessions stay with a client, else requests go in turns). Loads are over the whole

@@ -48,7 +48,7 @@ class ShardRule:
 
     shards: how many there are. fanout: children that stay with their parent before it delegates; 4 keeps second and
     third answers local and cuts at a real head. cut_blocks: mean length of an unbroken chain. All measured in
-    docs/decisions.md. Raises UsageError for numbers that are no rule.
+    docs/sharding.md. Raises UsageError for numbers that are no rule.
     """
 
     shards: int = 64

@@ -11,7 +11,7 @@ Invariants
 - A block delegates from its first child elsewhere (a cut is none: its key says where it is) until it goes; no child
   becomes local meanwhile but those whose own shard this is.
 
-Only blocks at such a crossing cost anything, as Python objects: 1 to 4 in 1,000 blocks of 16 tokens in public traces.
+Only blocks at such a crossing cost anything, as Python objects: 1 to 2 in 1,000 blocks of 16 tokens in public traces.
 Bounded. A directory without a shard number (`role` None) has none of this.
 """
 
