@@ -111,6 +111,10 @@ def recover(files: Files, *, identity: bytes, file_bytes: int, now_run: int, is_
     for name in names:
         if name.endswith(TEMPORARY) and name.startswith("snapshot-"):
             files.remove(name)
+    if stopped.kind is not StopKind.DAMAGED:
+        for each in whole[:-2]:  # an end came between the newest one and their removal
+            files.remove(each.name)
+        whole = whole[-2:]
     spares = Spares(files, file_bytes)
     spares.adopt(names)
     keep = {each.name for each in kept}
