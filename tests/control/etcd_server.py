@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -22,26 +24,41 @@ def free_port() -> int:
         return port
 
 
-class EtcdServer:
-    """One etcd of one member, with a data folder and ports of its own. `with EtcdServer() as etcd:`"""
+@contextlib.contextmanager
+def three_members() -> Iterator[list[EtcdServer]]:
+    """An etcd of three members, all running."""
+    with contextlib.ExitStack() as running:
+        members = [EtcdServer(f"m{i}") for i in range(3)]
+        together = ",".join(member.initial_cluster for member in members)
+        for member in members:
+            member.initial_cluster = together
+            running.enter_context(member)
+        yield members
 
-    def __init__(self) -> None:
+
+class EtcdServer:
+    """One etcd member, by default of one, with a data folder and ports of its own. `with EtcdServer() as etcd:`"""
+
+    def __init__(self, name: str = "one") -> None:
+        self.name = name
         self.folder = tempfile.TemporaryDirectory(prefix="ucxkv-etcd-")
         self.port, self._peer_port = free_port(), free_port()
         self.endpoint = f"127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
+        self.peer_url = f"http://127.0.0.1:{self._peer_port}"
+        self.initial_cluster = f"{name}={self.peer_url}"
 
     def url(self, cluster: str) -> str:
         return f"etcd://{self.endpoint}/{cluster}"
 
     def start(self) -> None:
         """Start it (again) on its data and wait until it takes connections."""
-        peer = f"http://127.0.0.1:{self._peer_port}"
+        peer = self.peer_url
         client = f"http://{self.endpoint}"
         flags = {
-            "name": "one", "data-dir": f"{self.folder.name}/data", "listen-client-urls": client,
+            "name": self.name, "data-dir": f"{self.folder.name}/data", "listen-client-urls": client,
             "advertise-client-urls": client, "listen-peer-urls": peer, "initial-advertise-peer-urls": peer,
-            "initial-cluster": f"one={peer}", "heartbeat-interval": "20", "election-timeout": "200",
+            "initial-cluster": self.initial_cluster, "heartbeat-interval": "20", "election-timeout": "200",
             "logger": "zap", "log-outputs": f"{self.folder.name}/log",
         }  # fmt: skip
         self.process = subprocess.Popen([ETCD, *(f"--{name}={value}" for name, value in flags.items())])

@@ -9,16 +9,18 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
+import grpc.aio
 import pytest
-from etcd3aio._protobuf import CompactionRequest
+from etcd3aio._protobuf import CompactionRequest, MaintenanceStub, StatusRequest
 
-from tests.control.etcd_server import WHY_NOT, EtcdServer, free_port
+from tests.control.etcd_server import WHY_NOT, EtcdServer, free_port, three_members
 from tests.control.processes import holder
 from tests.control.test_contract import absent, put, take
 from tests.harness import open_files, wait_until
 from ucxkv import errors
-from ucxkv.control import Change, ChangeKind, Conflict, ControlPlane, Entry, OutcomeUnknown, open_control
+from ucxkv.control import Change, ChangeKind, Conflict, ControlPlane, Entry, OutcomeUnknown, etcd_client, open_control
 from ucxkv.control.etcd import EtcdControl
 
 pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it is here"), pytest.mark.faults]
@@ -222,6 +224,31 @@ async def test_dead_endpoints_before_the_living_one_do_no_harm(etcd: EtcdServer)
     await plane.aclose()
 
 
+async def test_a_quiet_watch_shows_signs_of_life_and_is_not_opened_again(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: silence is not taken for death. Method: a watch on which nothing happens, asked for a sign of life every
+    0.1 s; one stream serves it, then brings the next change."""
+    monkeypatch.setattr(etcd_client, "_SILENCE_S", 0.1)
+    opened = 0
+    events = etcd_client.EtcdClient.events
+
+    def counted(self: etcd_client.EtcdClient, *args: Any) -> Any:
+        nonlocal opened
+        opened += 1
+        return events(self, *args)
+
+    monkeypatch.setattr(etcd_client.EtcdClient, "events", counted)
+    changes = plane.watch("k", (await plane.list(""))[1])
+    waiting = asyncio.create_task(take(changes, 1))
+    await asyncio.sleep(1.5)
+    assert not waiting.done()
+    entry = await put(plane, "k", b"")
+    assert await waiting == [Change(ChangeKind.PUT, entry)]
+    assert opened == 1
+    await changes.aclose()
+
+
 async def test_clusters_of_one_etcd_do_not_see_each_other(etcd: EtcdServer, plane: ControlPlane) -> None:
     """Goal: the name in the URL separates. Method: the same key in two clusters, one name the other's prefix."""
     other = await open_control(etcd.url("c2"), timeout_s=10)
@@ -230,6 +257,54 @@ async def test_clusters_of_one_etcd_do_not_see_each_other(etcd: EtcdServer, plan
     assert [entry.value for entry in (await plane.list(""))[0]] == [b"c"]
     assert [entry.value for entry in (await other.list(""))[0]] == [b"c2"]
     await other.aclose()
+
+
+async def leader_of(members: list[EtcdServer]) -> EtcdServer:
+    """The member that leads, asked of each that runs."""
+    for member in members:
+        if member.process is None:
+            continue
+        async with grpc.aio.insecure_channel(member.endpoint) as channel:
+            status = await MaintenanceStub(channel).Status(StatusRequest(), timeout=20)
+            if status.leader and status.leader == status.header.member_id:
+                return member
+    raise AssertionError("nobody leads")
+
+
+@pytest.mark.timeout(240)
+async def test_an_etcd_of_three_loses_its_leader_and_then_a_member_hangs() -> None:
+    """Goal: an election costs no lease and no change (study, test 14); a hung member is passed by. Method: kill the
+    leader under a lease, a watch and changes; then, with all three back, stop the member that the handle talks to."""
+    with three_members() as members:
+        url = f"etcd://{','.join(member.endpoint for member in members)}/c"
+        plane = await open_control(url, timeout_s=6)
+        lease = await plane.lease(30)
+        held = await plane.compare_and_set("held", 0, b"", lease=lease)
+        assert held is not None
+        changes = plane.watch("k", held.revision)
+        assert isinstance(plane, EtcdControl)
+        for round_number, end in enumerate(("kill", "stop")):
+            if end == "kill":
+                victim = await leader_of(members)
+                victim.kill()
+            else:
+                victim = members[plane._client._at]
+                victim.stop()
+            entry = None
+            while entry is None:
+                with contextlib.suppress(errors.Unavailable):
+                    entry = await put(plane, f"k/{round_number}", b"")
+            async with asyncio.timeout(90):
+                seen = await anext(changes)
+                while seen.entry.key != entry.key:
+                    seen = await anext(changes)
+            assert await plane.get("held") == held and lease.is_held
+            if end == "kill":
+                victim.start()
+            else:
+                victim.go_on()
+        await changes.aclose()
+        await plane.aclose()
 
 
 class Proxy:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Ambiguous", "Compacted", "EtcdClient", "NoLease", "NotSent"]
 
 _BACKOFF_S: Final = (0.05, 0.1, 0.2, 0.4, 0.8)
+_SILENCE_S: Final = 4.0
 _HAS_LEADER: Final = (("hasleader", "true"),)
 """etcd then answers Unavailable, also in the middle of a watch, while the member has no leader."""
 _OPTIONS: Final = [
@@ -94,7 +95,6 @@ class EtcdClient:
             try:
                 return await self._send(service, method, request, max(0.001, share_s))
             except Ambiguous as exc:
-                self._at += 1
                 pause_s = _BACKOFF_S[min(attempt // len(self._channels), len(_BACKOFF_S) - 1)]
                 attempt += 1
                 if asyncio.get_running_loop().time() + pause_s >= until:
@@ -116,7 +116,7 @@ class EtcdClient:
         self._refuse_closed()
         waits = {asyncio.ensure_future(channel.channel_ready()): i for i, channel in enumerate(self._channels)}
         try:
-            order = [self._at % len(self._channels), *range(len(self._channels))]
+            order = [self._at, *range(len(self._channels))]
             states = [channel.get_state(try_to_connect=True) for channel in self._channels]
             for i in order:
                 if states[i] is grpc.ChannelConnectivity.READY:
@@ -136,23 +136,33 @@ class EtcdClient:
 
     async def _send(self, service: str, method: str, request: Any, timeout_s: float) -> Any:
         self._refuse_closed()
-        stub = getattr(pb, f"{service}Stub")(self._channels[self._at % len(self._channels)])
-        with self._errors(method):
-            call: Any = getattr(stub, method)
-            answer: Any
-            if method == "LeaseKeepAlive":
-                stream = call(metadata=_HAS_LEADER, timeout=timeout_s)
-                try:
-                    await stream.write(request)
-                    answer = await stream.read()
-                finally:
-                    stream.cancel()
-                if answer is grpc.aio.EOF:
-                    raise Ambiguous("etcd closed the stream")
-            else:
-                answer = await call(request, metadata=_HAS_LEADER, timeout=timeout_s)
-            self.data_id = int(answer.header.cluster_id)
-            return answer
+        at = self._at
+        stub = getattr(pb, f"{service}Stub")(self._channels[at])
+        try:
+            with self._errors(method, at):
+                call: Any = getattr(stub, method)
+                answer: Any
+                if method == "LeaseKeepAlive":
+                    stream = call(metadata=_HAS_LEADER, timeout=timeout_s)
+                    try:
+                        await stream.write(request)
+                        answer = await stream.read()
+                    finally:
+                        stream.cancel()
+                    if answer is grpc.aio.EOF:
+                        raise Ambiguous("etcd closed the stream")
+                else:
+                    answer = await call(request, metadata=_HAS_LEADER, timeout=timeout_s)
+        except Ambiguous:
+            self._leave(at)
+            raise
+        self.data_id = int(answer.header.cluster_id)
+        return answer
+
+    def _leave(self, at: int) -> None:
+        """Turn to the next endpoint, unless another call did."""
+        if self._at == at:
+            self._at = (at + 1) % len(self._channels)
 
     # ---- the watch's stream
 
@@ -161,20 +171,22 @@ class EtcdClient:
     ) -> AsyncGenerator[tuple[int, list[Any]], None]:
         """One stream: (revision reached, events after `after`), in order. Ends in Unavailable; raises Compacted.
 
-        data_id: the etcd cluster that `after` is of.
-
-        It asks from `after` itself on, so that etcd refuses when it dropped any of what follows: compaction at a
-        revision forgets a deletion at that very revision, and a watch from there on would not notice.
+        data_id: the etcd cluster that `after` is of. It asks from `after` itself on, so that etcd refuses when it
+        dropped any of what follows: compaction at a revision forgets a deletion at that very revision, and a watch from
+        there on would not notice. A member that is silent is asked for a sign of life, as gRPC's own pings were seen
+        not to find one that is stopped; what it then says of its progress is not relied on (etcd-io/etcd#15220).
         """
         self._refuse_closed()
-        create = pb.WatchCreateRequest(key=key, range_end=end, start_revision=max(1, after), progress_notify=True)
-        stream = pb.WatchStub(self._channels[self._at % len(self._channels)]).Watch(metadata=_HAS_LEADER)
+        create = pb.WatchCreateRequest(key=key, range_end=end, start_revision=max(1, after))
+        at = self._at
+        stream = pb.WatchStub(self._channels[at]).Watch(metadata=_HAS_LEADER)
         try:
-            with self._errors("Watch"):
+            with self._errors("Watch", at):
                 async with asyncio.timeout(self.timeout_s):
                     await stream.write(pb.WatchRequest(create_request=create))
-                    answer = await stream.read()
             while True:
+                with self._errors("Watch", at):
+                    answer = await self._next_answer(stream)
                 if answer is grpc.aio.EOF:
                     raise Ambiguous("etcd closed the watch")
                 if answer.compact_revision or answer.header.cluster_id != data_id:
@@ -183,19 +195,30 @@ class EtcdClient:
                     raise Compacted  # an etcd that started again from nothing, or from an old snapshot
                 if answer.canceled:
                     raise Ambiguous(f"etcd ended the watch: {answer.cancel_reason or 'no reason given'}")
-                if not answer.created:
-                    found = [event for event in answer.events if event.kv.mod_revision > after]
-                    after = max([after, *(event.kv.mod_revision for event in found)])
-                    if not answer.events:
-                        after = max(after, answer.header.revision)  # a progress report
+                found = [event for event in answer.events if event.kv.mod_revision > after]
+                if found:
+                    after = found[-1].kv.mod_revision
                     yield after, found
-                with self._errors("Watch"):
-                    answer = await stream.read()
         except Ambiguous:
-            self._at += 1
+            self._leave(at)
             raise
         finally:
             stream.cancel()
+
+    async def _next_answer(self, stream: Any) -> Any:
+        """What the watch says next. Raises TimeoutError when it gives no sign of life."""
+        reading = asyncio.ensure_future(stream.read())
+        try:
+            if not (await asyncio.wait({reading}, timeout=_SILENCE_S))[0]:
+                async with asyncio.timeout(self.timeout_s):
+                    await stream.write(pb.WatchRequest(progress_request={}))
+                if not (await asyncio.wait({reading}, timeout=self.timeout_s))[0]:
+                    raise TimeoutError
+            return reading.result()
+        finally:
+            if not reading.done():
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
 
     # ---- errors
 
@@ -204,11 +227,11 @@ class EtcdClient:
             raise ControlClosed()
 
     @contextlib.contextmanager
-    def _errors(self, method: str) -> Iterator[None]:
+    def _errors(self, method: str, at: int) -> Iterator[None]:
         try:
             yield
         except grpc.aio.AioRpcError as exc:
-            raise self._mapped(exc, method) from exc
+            raise self._mapped(exc, method, at) from exc
         except TimeoutError as exc:
             raise Ambiguous(f"no answer to {method}") from exc
         except (grpc.aio.UsageError, asyncio.InvalidStateError) as exc:
@@ -222,9 +245,9 @@ class EtcdClient:
             self._refuse_closed()
             raise Ambiguous(f"{method} was cut off") from exc
 
-    def _mapped(self, exc: Any, method: str) -> Exception:
+    def _mapped(self, exc: Any, method: str, number: int) -> Exception:
         code, words = exc.code(), exc.details() or ""
-        at = self._endpoints[self._at % len(self._endpoints)]
+        at = self._endpoints[number]
         if self.is_closed:
             return ControlClosed()
         if code is grpc.StatusCode.NOT_FOUND and "lease" in words:
