@@ -165,15 +165,20 @@ class Node:
     async def _start_durable(self) -> None:
         """Take the store up where the last process left it."""
         config = self.config
-        self._state = await asyncio.to_thread(self.placing.near, NodeState.open, config, self.epoch)
-        self.epoch = self._state.epoch
+        state = self._state = await asyncio.to_thread(NodeState.open, config, self.epoch)
+        self.epoch = state.epoch
         self._journal, recovered = await Journal.open(
-            self._state.journal_folder, durability=Durability(config.durability), identity=self._state.identity
+            state.journal_folder, durability=Durability(config.durability), identity=state.identity
         )
-        self.store = await asyncio.to_thread(
-            self.placing.near, HostStore, config, self.node_id, self.epoch, self._wake_at, self._state
-        )
-        recovery = await asyncio.to_thread(recover, self.store, self._state, recovered)
+        memory = await asyncio.to_thread(self.placing.near, state.take_memory, config.huge_pages)
+        try:
+            self.store = await asyncio.to_thread(
+                self.placing.near, HostStore, config, self.node_id, self.epoch, self._wake_at, memory
+            )
+        except BaseException:
+            memory.close()
+            raise
+        recovery = await asyncio.to_thread(recover, self.store, state, memory, recovered)
         self.durable = DurableLog(self.store, self._journal)
         await self.durable.start(recovery)
         say = log.error if recovery.lost else log.info
@@ -183,7 +188,7 @@ class Node:
             blocks=recovery.blocks,
             lost=recovery.lost_blocks,
             damaged=recovery.damaged,
-            why=self._state.why_empty if recovery.lost else "",
+            why=memory.why_empty if recovery.lost else "",
             held_bytes=recovery.held_bytes,
             index_s=round(recovery.index_s, 3),
             sums_s=round(recovery.sums_s, 3),
@@ -217,8 +222,8 @@ class Node:
             await self.durable.aclose()
         elif self._journal is not None:
             await self._journal.aclose()
-        if self._state is not None:
-            self._state.ledger.close()  # who may write, may go on doing so when this process is gone
+        if hasattr(self, "store"):
+            self.store.keep_books()
         if hasattr(self, "peers"):
             await self.peers.aclose()
         if self._metrics is not None:

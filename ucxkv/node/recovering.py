@@ -2,7 +2,7 @@
 it.
 
 A block whose bytes are gone or not what was put is left out, and with it all below, so no hole is ever visible. Nothing
-of another incarnation's writers is given out (`NodeState.held_units`). It ends, or raises SetupError and has changed
+of another incarnation's writers is given out (`NodeMemory.held_units`). It ends, or raises SetupError and has changed
 nothing outside of this process.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ucxkv.directory.slots import Records
     from ucxkv.journal import Recovered
-    from ucxkv.node.state import NodeState
+    from ucxkv.node.state import NodeMemory, NodeState
     from ucxkv.node.store import HostStore
 
 __all__ = ["Recovery", "recover"]
@@ -58,8 +58,8 @@ class Recovery:
         return len(self.lost) // 16
 
 
-def recover(store: HostStore, state: NodeState, journal: Recovered) -> Recovery:
-    """Take in what the journal of `state` says, into a store that has nothing yet. Raises SetupError."""
+def recover(store: HostStore, state: NodeState, memory: NodeMemory, journal: Recovered) -> Recovery:
+    """Take in what the journal of `state` says, into a store on `memory` that has nothing yet. Raises SetupError."""
     began = time.monotonic()
     rows = _replayed(state, journal)
     if len(rows) > store.table.capacity:
@@ -70,7 +70,7 @@ def recover(store: HostStore, state: NodeState, journal: Recovered) -> Recovery:
             fix="set slots_count back to what it was, or 0",
         )
     read = time.monotonic()
-    status = np.full(len(rows), _REFUSED, np.uint8) if state.why_empty else _proven(store, rows)
+    status = np.full(len(rows), _REFUSED, np.uint8) if memory.why_empty else _proven(store, rows)
     proved = time.monotonic()
     out = store.handle(events.Restore(rows, status), time.monotonic_ns()).status
     if bool((out == PutStatus.NO_SPACE).any()):
@@ -84,13 +84,13 @@ def recover(store: HostStore, state: NodeState, journal: Recovered) -> Recovery:
             needed="the journal and the segment of one node",
             fix=f"report this; to give the blocks up: `ucxkv forget {state.folder}`",
         ) from exc
-    held_bytes = store.hold_over(state)
+    held_bytes = store.hold_over(memory)
     lost = rows["key"][out != PutStatus.STORED][::-1].tobytes()
     done = time.monotonic()
     return Recovery(
         blocks=int((out == PutStatus.STORED).sum()),
         lost=lost,
-        damaged=0 if state.why_empty else int((status != 0).sum()),
+        damaged=0 if memory.why_empty else int((status != 0).sum()),
         index_s=(read - began) + (done - proved),
         sums_s=proved - read,
         held_bytes=held_bytes,

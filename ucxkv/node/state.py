@@ -16,9 +16,10 @@ Invariants
   that was killed may wake and write at any time, into what was lent to it then. What was lent stands in the ledger,
   which outlives the node as the segment does: counted before the client was told, uncounted after it had committed or
   given back. While the kernel says that any process of before still has the memory (`is_mapped_by_older`), the units
-  that the ledger counted then are given to nobody (`held_units`); only when it says that none is left they are free.
-  Blocks that came back lie in places that their writers had committed, and so write no more. Peers that write by
-  message or by RDMA have no such way: the process that served them is gone, and their keys with it.
+  that the ledger counted then are given to nobody (`NodeMemory.held_units`); only when it says that none is left they
+  are free. Blocks that came back lie in places that their writers had committed, and so write no more. Peers that
+  write by message, by RDMA or by CMA (into a process, by its number) have no such way: the process that served them is
+  gone, and what they wrote through with it.
 - With `durability = process` the values do not survive the machine: after a reboot the segment is not there, and the
   blocks that the journal names are dropped, and said so.
 """
@@ -42,9 +43,13 @@ from ucxkv.tiers.named import SHARED_FOLDER, NamedSegment
 from ucxkv.tiers.slabs import UNIT_BYTES
 
 if TYPE_CHECKING:
-    from ucxkv.node.config import NodeConfig
+    import numpy as np
+    import numpy.typing as npt
 
-__all__ = ["NodeState", "forget"]
+    from ucxkv.node.config import NodeConfig
+    from ucxkv.tiers.segments import HugePages
+
+__all__ = ["NodeMemory", "NodeState", "forget"]
 
 _FORMAT = 1
 _HEAD_BYTES = 4096
@@ -68,38 +73,51 @@ class _Facts:
         return f"{SHARED_FOLDER}/ucxkv-{plain}-{self.identity}"
 
 
+@dataclass(slots=True)
+class NodeMemory:
+    """The memory of a node: its segment, the ledger of what is lent, and what a process of before may still write.
+
+    why_empty: why the segment has none of the bytes of before; empty: it is the one of before.
+    """
+
+    segment: NamedSegment
+    ledger: GrantLedger
+    why_empty: str
+    held_units: list[int]
+    _ledger_segment: NamedSegment
+    _before: npt.NDArray[np.uint32]
+
+    def is_mapped_by_older(self) -> bool:
+        """Whether a process of before this start still has the segment."""
+        return self.segment.is_mapped_by_older()
+
+    def release_held(self) -> None:
+        """No process of before is left: what it had is uncounted."""
+        self.ledger.subtract(self._before)
+        self.held_units = []
+
+    def close(self) -> None:
+        """Leave everything where it is. Idempotent."""
+        self.ledger.close()
+        self._ledger_segment.close()
+        self.segment.close()
+
+
 class NodeState:
     """See the module. Made by `open`; `close` lets the folder go and leaves everything where it is."""
 
-    def __init__(self, folder: Path, lock: int, facts: _Facts, huge_pages: str, segment_bytes: int) -> None:
+    def __init__(self, folder: Path, lock: int, facts: _Facts, boot_before: str) -> None:
         self.folder = folder
         self.epoch = facts.epoch
         self.journal_folder = folder / _JOURNAL
         self.identity = facts.identity.encode()
         self._lock = lock
-        self.why_empty = ""
-        """Why the segment has none of the bytes of before; empty: it is the one of before."""
-        self.segment, self.why_empty = _segment(facts, huge_pages, segment_bytes)
-        try:
-            self._ledger_segment, is_known = _ledger(facts, self.segment, folder)
-            self.ledger = GrantLedger(self._ledger_segment.view[_HEAD_BYTES:])
-            self._before = self.ledger.snapshot()
-            self.held_units: list[int] = []
-            if not self.is_mapped_by_older():
-                self.ledger.subtract(self._before)
-            elif is_known:
-                self.held_units = self.ledger.units()
-            else:
-                self.held_units = list(range(self.segment.size_bytes // UNIT_BYTES))
-        except BaseException:
-            self.segment.close()
-            raise
+        self._facts = facts
+        self._boot_before = boot_before
 
     @classmethod
     def open(cls, config: NodeConfig, epoch_least: int) -> Self:
-        """Take the folder and the memory, made if missing, under an epoch of at least epoch_least. Raises SetupError,
-        SetupFailed.
-        """
+        """Take the folder, made if missing, under an epoch of at least epoch_least. Raises SetupError."""
         folder = Path(config.state_dir)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -128,28 +146,35 @@ class NodeState:
             epoch = max(epoch_least, known.epoch + 1)
             facts = _Facts(_FORMAT, known.name, known.identity, epoch, known.segment_bytes, host_identity())
             _write(folder, facts)
-            state = cls(folder, lock, facts, config.huge_pages, config.host_bytes)
         except BaseException:
             os.close(lock)
             raise
-        if state.why_empty and known.boot != facts.boot:
-            state.why_empty = f"the machine was started anew, and memory went with it ({state.why_empty})"
-        return state
+        return cls(folder, lock, facts, known.boot)
 
-    def is_mapped_by_older(self) -> bool:
-        """Whether a process of before this start still has the segment."""
-        return self.segment.is_mapped_by_older()
-
-    def release_held(self) -> None:
-        """No process of before is left: what it had is uncounted."""
-        self.ledger.subtract(self._before)
-        self.held_units = []
+    def take_memory(self, huge_pages: HugePages) -> NodeMemory:
+        """Map the memory of before, or make it: once, when the journal has turned out to be this node's. Raises
+        SetupFailed.
+        """
+        facts = self._facts
+        segment, why = _segment(facts, huge_pages)
+        if why and self._boot_before != facts.boot:
+            why = f"the machine was started anew, and memory went with it ({why})"
+        try:
+            ledger_segment, is_known = _ledger(facts, segment, self.folder)
+        except BaseException:
+            segment.close()
+            raise
+        ledger = GrantLedger(ledger_segment.view[_HEAD_BYTES:])
+        before, held = ledger.snapshot(), list[int]()
+        if not segment.is_mapped_by_older():
+            ledger.subtract(before)
+        else:
+            held = ledger.units() if is_known else list(range(segment.size_bytes // UNIT_BYTES))
+        return NodeMemory(segment, ledger, why, held, ledger_segment, before)
 
     def close(self) -> None:
         """Idempotent."""
         if self._lock >= 0:
-            self.ledger.close()
-            self._ledger_segment.close()
             os.close(self._lock)
             self._lock = -1
 
@@ -248,19 +273,18 @@ def _write(folder: Path, facts: _Facts) -> None:
         raise SetupError(f"state_dir {folder}: {exc}", fix="make room there, or name another folder") from exc
 
 
-def _segment(facts: _Facts, huge_pages: str, segment_bytes: int) -> tuple[NamedSegment, str]:
+def _segment(facts: _Facts, huge_pages: HugePages) -> tuple[NamedSegment, str]:
     """The segment of before, or a new one and why."""
-    path, kind = facts.segment_path, huge_pages
-    assert kind in ("auto", "never", "require")
-    found = NamedSegment.open_file(path, kind, incarnation=facts.epoch)  # type: ignore[arg-type]
+    path, size = facts.segment_path, facts.segment_bytes
+    found = NamedSegment.open_file(path, huge_pages, incarnation=facts.epoch)
     why = f"{path} is not there"
     if found is not None:
-        if segment_bytes <= found.size_bytes < segment_bytes + (2 << 20):  # rounded up to huge pages
+        if size <= found.size_bytes < size + (2 << 20):  # rounded up to huge pages
             return found, ""
-        why = f"{path} has {found.size_bytes} bytes, not {segment_bytes}"
+        why = f"{path} has {found.size_bytes} bytes, not {size}"
         found.close()
         os.unlink(path)
-    return NamedSegment.create_file(path, segment_bytes, kind, incarnation=facts.epoch), why  # type: ignore[arg-type]
+    return NamedSegment.create_file(path, size, huge_pages, incarnation=facts.epoch), why
 
 
 def _ledger(facts: _Facts, segment: NamedSegment, folder: Path) -> tuple[NamedSegment, bool]:

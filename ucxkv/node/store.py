@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ucxkv.node.config import NodeConfig
-    from ucxkv.node.state import NodeState
+    from ucxkv.node.state import NodeMemory
 
 __all__ = ["HostStore"]
 
@@ -48,7 +48,7 @@ _EVICT_ROUND_BYTES = 256 << 20
 class HostStore:
     """Memory, grants and directory of one node. node_id, epoch: this incarnation's.
 
-    state: where the memory is, when it outlives the process; it stays the caller's.
+    memory: when it outlives the process; closed with the store.
     """
 
     def __init__(
@@ -57,20 +57,20 @@ class HostStore:
         node_id: int,
         epoch: int,
         on_due: Callable[[int], None] = lambda _: None,
-        state: NodeState | None = None,
+        memory: NodeMemory | None = None,
     ) -> None:
         self._on_due = on_due
         self._config = config
         self.epoch = epoch
-        self._state = state
+        self._memory = memory
         self._held_over: list[int] = []
         self._held_over_bytes = 0
         self.on_left: Callable[[bytes], None] = lambda _: None
         """Told the keys of durable blocks that are hidden because their bytes are bad."""
-        if state is None:
+        if memory is None:
             self.segment = HostSegment.create(config.host_bytes, config.name, huge_pages=config.huge_pages)
         else:
-            self.segment = state.segment
+            self.segment = memory.segment
         try:
             capacity = config.slots()
             self.table_segment = HostSegment.create(
@@ -81,7 +81,7 @@ class HostStore:
             raise
         self.table_bytes = self.table_segment.size_bytes
         self.table = SlotTable(self.table_segment.view, capacity, epoch=epoch, seed=secrets.randbits(64))
-        self.space = Space(config, self.segment.size_bytes, self, None if state is None else state.ledger)
+        self.space = Space(config, self.segment.size_bytes, self, None if memory is None else memory.ledger)
         self.slabs, self.grants = self.space.slabs, self.space.grants
         self.directory = Directory(self.table, policy=LruPolicy, grace_ns=config.grace_ms * 1_000_000)
         self.serving = ServingLease(self.table, self.directory.reader)
@@ -281,17 +281,17 @@ class HostStore:
 
     # ---- what outlives the process
 
-    def hold_over(self, state: NodeState) -> int:
+    def hold_over(self, memory: NodeMemory) -> int:
         """Keep off what a process of before this start may still write; returns those bytes."""
-        self._held_over = self.slabs.hold(state.held_units)
+        self._held_over = self.slabs.hold(memory.held_units)
         self._held_over_bytes = sum(map(self.slabs.bytes_at, self._held_over))
         return self._held_over_bytes
 
     def _release_held(self) -> None:
         """What was held over is free when no process of before is left."""
-        state = self._state
-        if state is not None and self._held_over and not state.is_mapped_by_older():
-            state.release_held()
+        memory = self._memory
+        if memory is not None and self._held_over and not memory.is_mapped_by_older():
+            memory.release_held()
             self.slabs.free(self._held_over)
             self._held_over, self._held_over_bytes = [], 0
 
@@ -379,12 +379,19 @@ class HostStore:
         held += self._held_over_bytes
         assert self.slabs.used_bytes == held + self.grants.lent_bytes + self.grants.quarantined_bytes + adopted
 
+    def keep_books(self) -> None:
+        """The node ends: who may write may go on doing so when this process is gone, so the ledger stays as it is."""
+        if self._memory is not None:
+            self._memory.ledger.close()
+
     def close(self) -> None:
         """Give the memory back. Idempotent."""
         if self._readonly_table_fd >= 0:
             os.close(self._readonly_table_fd)
             self._readonly_table_fd = -1
         self.table_segment.close()
+        if self._memory is not None:
+            self._memory.close()
         self.segment.close()
 
 
