@@ -9,6 +9,7 @@ from their keys: nobody has to remember them.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -119,8 +120,12 @@ class Writer:
 
 def main() -> None:
     """See the module."""
-    log = os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    writer = Writer(int(sys.argv[1]), log)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
+    parser.add_argument("number", type=int)
+    parser.add_argument("log")
+    arguments = parser.parse_args()
+    log = os.open(arguments.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    writer = Writer(arguments.number, log)
     print("ready", flush=True)
     for line in sys.stdin:
         _, address, seed = line.split()

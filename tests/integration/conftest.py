@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.hosts import Hosts, why_not
+from tests.integration.durable_nodes import Lives, lives
 
 
 @pytest.fixture(scope="module")
@@ -24,3 +26,10 @@ def hosts(network: Hosts) -> Iterator[Hosts]:
     """The same two hosts for every test, healthy."""
     yield network
     network.heal()
+
+
+@pytest.fixture
+def again() -> Iterator[Lives]:
+    """A node with a state folder of its own, to be started again and again."""
+    with lives(f"d{os.getpid()}") as own:
+        yield own

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+import ucxkv
 from tests.harness import NodeProcess
-from ucxkv.node import NodeConfig
+from ucxkv.node import Node, NodeConfig
 from ucxkv.node.state import forget
 
-__all__ = ["Lives", "lives"]
+__all__ = ["MIB", "Lives", "life", "lives"]
+
+MIB = 1 << 20
 
 
 class Lives:
@@ -55,3 +58,11 @@ def lives(name: str = "d1") -> Iterator[Lives]:
             if own.folder.exists():
                 forget(own.folder)
             assert not list(Path("/dev/shm").glob(f"ucxkv-{name}-*")), "memory was left behind"
+
+
+@asynccontextmanager
+async def life(again: Lives, **changes: object) -> AsyncIterator[tuple[Node, ucxkv.Client]]:
+    """One life in this process, checked at its end."""
+    async with Node(again.config(**changes)) as node, ucxkv.connect(node.address) as kv:
+        yield node, kv
+        node.store.check()

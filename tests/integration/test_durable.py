@@ -7,9 +7,6 @@ import errno
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +15,7 @@ import ucxkv
 from tests.conftest import blocks, keys
 from tests.faults import works
 from tests.harness import NodeProcess, wait_until
-from tests.integration.durable_nodes import Lives, lives
+from tests.integration.durable_nodes import Lives, life
 from tests.wire import RawPeer, hello
 from tests.writer import Writer
 from ucxkv import DeleteStatus, PutStatus
@@ -27,21 +24,6 @@ from ucxkv.node import Node
 from ucxkv.protocol import messages as m
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def again() -> Iterator[Lives]:
-    """A node with a state folder of its own."""
-    with lives(f"d{os.getpid()}") as own:
-        yield own
-
-
-@asynccontextmanager
-async def _life(again: Lives, **changes: Any) -> AsyncIterator[tuple[Node, ucxkv.Client]]:
-    """One life in this process, checked at its end."""
-    async with Node(again.config(**changes)) as node, ucxkv.connect(node.address) as kv:
-        yield node, kv
-        node.store.check()
 
 
 @pytest.mark.parametrize("path", ["mapped", "message", "network"])
@@ -183,15 +165,15 @@ async def test_a_stopped_writer_of_before_meets_nobody_elses_bytes(again: Lives)
                 assert (await kv.put_many(k, values, "chain", durable=True)).ok
             writer.signal(signal.SIGSTOP)
             node.kill()
-        for life in range(2):
+        for number in range(2):
             with again.process() as node:
                 async with ucxkv.connect(node.address) as kv:
                     held = (await kv.status())[0].numbers["held_over_bytes"]
-                    assert held >= 100 * 30_000, (life, held)
+                    assert held >= 100 * 30_000, (number, held)
                     more = keys(3000)
-                    filled = blocks(3000, 30_000, seed=life)
+                    filled = blocks(3000, 30_000, seed=number)
                     await kv.put_many(more, filled)
-                    if life:
+                    if number:
                         writer.signal(signal.SIGCONT)
                         assert int(writer.tell("scribble-all")) >= 100
                     into = np.zeros_like(values)
@@ -202,7 +184,7 @@ async def test_a_stopped_writer_of_before_meets_nobody_elses_bytes(again: Lives)
                     there = status == ucxkv.ReadStatus.HIT
                     assert there.sum() > 500 and (kept[there] == filled[there]).all()
                     assert (await kv.status())[0].numbers["damaged"] == 0
-                    if life:
+                    if number:
                         writer.end()
 
                         async def is_free() -> bool:
@@ -220,12 +202,12 @@ async def test_many_lives_leave_nothing_behind(again: Lives) -> None:
     """User voice 37. Method: eight lives ended by kill -9, one block each; memory and state are one node's, and a
     second node on the same folder is refused while one runs, also a stopped one."""
     k = keys(8)
-    for life in range(8):
+    for number in range(8):
         with again.process() as node:
             async with ucxkv.connect(node.address) as kv:
-                assert (await kv.exists_many(k)).tolist() == [True] * life + [False] * (8 - life)
-                assert await kv.put(k[life], b"v" * 5000, k[life - 1] if life else None, durable=True) == 0
-            if life == 3:
+                assert (await kv.exists_many(k)).tolist() == [True] * number + [False] * (8 - number)
+                assert await kv.put(k[number], b"v" * 5000, k[number - 1] if number else None, durable=True) == 0
+            if number == 3:
                 node.freeze()
                 with pytest.raises(RuntimeError, match=r"in use.*process \d+") as told:
                     again.process()
@@ -235,109 +217,6 @@ async def test_many_lives_leave_nothing_behind(again: Lives) -> None:
         assert again.segment().stat().st_size == 64 * MIB
 
 
-# ---- folders and files that are not what they should be
-
-
-async def test_state_of_another_node_or_size_is_refused_and_kept(again: Lives) -> None:
-    """Goal: nothing is lost by a slip of the operator. Method: another name, another host_bytes, a state of a newer
-    version, a journal of another node; each refused with its fix; then the right ones find all blocks."""
-    (key,) = keys(1)
-    async with _life(again) as (_, kv):
-        assert await kv.put(key, b"kept", durable=True) is PutStatus.STORED
-    state = again.folder / "node.json"
-    good = state.read_bytes()
-    for changes, match in (({"name": "other"}, "another node's"), ({"host_bytes": 32 * MIB}, "host_bytes .* changed")):
-        with pytest.raises(ucxkv.SetupError, match=match):
-            await Node(again.config(**changes)).start()
-    for bad in (b"{", good.replace(b'"format": 1', b'"format": 2'), b"[]", good.replace(b"epoch", b"epic")):
-        state.write_bytes(bad)
-        with pytest.raises(ucxkv.SetupError, match="no state of this version"):
-            await Node(again.config()).start()
-    identity = good[good.index(b'"identity": "') + 13 :][:16]
-    state.write_bytes(good.replace(identity, b"0" * 16))
-    with pytest.raises(ucxkv.SetupError):
-        await Node(again.config()).start()
-    state.write_bytes(good)
-    async with _life(again) as (_, kv):
-        assert await kv.get(key) == b"kept"
-
-
-@pytest.mark.parametrize("loss", ["segment", "size", "journal", "folder", "torn"])
-async def test_what_is_gone_is_said_and_the_rest_goes_on(again: Lives, loss: str) -> None:
-    """Goal: a missing or torn piece is a loud loss of what stood on it and of nothing else. Method: delete the segment
-    (as a reboot does), give it another size, empty the journal's folder, all of the state; or tear the end of the log;
-    what is found is a prefix, and the node serves."""
-    k = keys(10)
-    async with _life(again) as (_, kv):
-        for i in range(10):
-            assert await kv.put(k[i], b"v" * 3000, k[i - 1] if i else None, durable=True) is PutStatus.STORED
-    segment = again.segment()
-    if loss == "segment":
-        segment.unlink()
-    elif loss == "size":
-        os.truncate(segment, 32 * MIB)
-    elif loss == "torn":
-        log = max((again.folder / "journal").glob("log-*"), key=lambda path: path.stat().st_size)
-        raw = log.read_bytes()
-        end = len(raw.rstrip(b"\0"))
-        log.write_bytes(raw[: end - 50] + bytes(len(raw) - end + 50))
-    else:
-        for path in sorted((again.folder / "journal").iterdir()):
-            path.unlink()
-        if loss == "folder":
-            (again.folder / "node.json").unlink()
-    async with _life(again) as (node, kv):
-        there = (await kv.match(k)).blocks
-        lost = (await kv.status())[0].numbers["durable_lost"]
-        if loss in ("segment", "size"):
-            assert (there, lost) == (0, 10)
-        elif loss == "torn":
-            assert (there, lost) == (9, 0)
-        else:
-            assert (there, lost) == (0, 0)
-        assert not (await kv.exists_many(k[there:])).any()
-        assert (await kv.put_many(k[there:], [b"v" * 3000] * (10 - there), parents=_below(k, there), durable=True)).ok
-        assert await works(kv)
-    if loss == "folder":
-        segment.unlink()
-        segment.with_name(segment.name + "-grants").unlink()
-    async with _life(again) as (node, kv):
-        assert (await kv.match(k)).blocks == 10 and (await kv.status())[0].numbers["durable_lost"] == 0
-        assert node.store.directory.match(b"".join(k)) == 10
-
-
-def _below(k: list[bytes], at: int) -> list[bytes]:
-    return [k[i - 1] if i else ucxkv.ROOT_KEY for i in range(at, len(k))]
-
-
-async def test_a_damaged_block_is_dropped_for_good(again: Lives) -> None:
-    """User voice 29, over a restart. Method: flip a bit of a durable block in the middle of a chain while the node
-    runs: a miss, it and all below go, with a Leave; the same while it is down: it comes back without them."""
-    k, values = keys(6), blocks(6, 10_000)
-    async with _life(again) as (node, kv):
-        assert (await kv.put_many(k, values, "chain", durable=True)).ok
-        _flip(node, k[4])
-        assert await kv.get(k[4]) is None
-        await wait_until(lambda: node.store.directory.blocks == 4, "it is dropped with what is below")
-        assert (await kv.status())[0].numbers["damaged"] == 2
-    async with _life(again) as (node, kv):
-        numbers = (await kv.status())[0].numbers
-        assert (await kv.match(k)).blocks == 4 and numbers["durable_lost"] == 0
-        _flip(node, k[2])
-    async with _life(again) as (node, kv):
-        numbers = (await kv.status())[0].numbers
-        assert (await kv.match(k)).blocks == 2 and numbers["durable_lost"] == 2
-        assert (await kv.put_many(k[2:], values[2:], parents=_below(k, 2), durable=True)).ok
-    async with _life(again) as (node, kv):
-        assert (await kv.match(k)).blocks == 6
-
-
-def _flip(node: Node, key: bytes) -> None:
-    records, found = node.store.directory.lookup(key)
-    assert found[0]
-    node.store.segment.view[int(records["offset"][0]) + 777] ^= 4
-
-
 # ---- what waits for the journal, and what happens when it fails
 
 
@@ -345,7 +224,8 @@ class _Gate:
     """Holds the journal's writes back, or makes them fail."""
 
     def __init__(self, node: Node) -> None:
-        journal = node._journal
+        assert node._keeping is not None
+        journal = node._keeping._journal
         assert journal is not None
         files = journal._files
         self.open = threading.Event()
@@ -366,7 +246,7 @@ async def test_nothing_is_seen_before_the_journal_has_it(again: Lives) -> None:
     """Goal: no read shows what a crash could take back, and what needs it waits. Method: the disk stands still; a
     durable parent, a cache child of it, a grandchild of that, a second put of the parent: all wait, none is seen,
     others go on; then all are STORED in order. A delete: still seen, and a new child waits, then is ORDER."""
-    async with _life(again) as (node, kv), ucxkv.connect(node.address, path="message") as other:
+    async with life(again) as (node, kv), ucxkv.connect(node.address, path="message") as other:
         gate, k = _Gate(node), keys(6)
         gate.open.clear()
         puts = [
@@ -405,7 +285,7 @@ async def test_a_full_disk_refuses_durable_puts_and_nothing_else(again: Lives) -
     JournalFailed for these and every later one, for what is staged too; reads, cache puts and their deletes work; the
     state says so; a new start has what was acknowledged, and no more of the rest than a prefix."""
     k, values = keys(8), blocks(8, 4000)
-    async with _life(again) as (node, kv):
+    async with life(again) as (node, kv):
         assert (await kv.put_many(k[:4], values[:4], "chain", durable=True)).ok
         gate = _Gate(node)
         gate.open.clear()
@@ -429,7 +309,7 @@ async def test_a_full_disk_refuses_durable_puts_and_nothing_else(again: Lives) -
         status = (await kv.status())[0]
         assert status.numbers["journal_failed"] == 1 and "journal failed" in status.facts["durability"]
         assert status.numbers["staged"] == 0
-    async with _life(again) as (node, kv):
+    async with life(again) as (node, kv):
         assert (await kv.match(k)).blocks == 4
         assert await kv.put(k[4], values[4], k[3], durable=True) is PutStatus.STORED
 
@@ -466,7 +346,7 @@ async def test_a_node_that_keeps_nothing_says_so_before_bytes_move(node: NodePro
 async def test_durable_blocks_are_not_evicted_and_a_full_node_says_so(again: Lives) -> None:
     """Goal: cache goes first, then NO_SPACE, then deletes make room. Method: cache blocks, then durable ones until the
     node is full, more than it holds; all durable ones that were STORED are there; delete half; room again; restart."""
-    async with _life(again) as (_, kv):
+    async with life(again) as (_, kv):
         assert (await kv.put_many(keys(40), blocks(40, MIB - 4096))).stored > 30
         k = keys(90)
         first = await kv.put_many(k, blocks(90, MIB - 4096), durable=True, deadline_s=4)
@@ -475,7 +355,7 @@ async def test_durable_blocks_are_not_evicted_and_a_full_node_says_so(again: Liv
         assert (await kv.exists_many(stored)).all() and (await kv.status())[0].numbers["durable_blocks"] == len(stored)
         assert (await kv.delete(stored[::2])).tolist() == [DeleteStatus.DELETED] * len(stored[::2])
         assert (await kv.put_many(keys(10), blocks(10, MIB - 4096), durable=True)).ok
-    async with _life(again) as (_, kv):
+    async with life(again) as (_, kv):
         assert (await kv.exists_many(stored)).tolist() == [i % 2 == 1 for i in range(len(stored))]
 
 
@@ -484,7 +364,7 @@ async def test_a_saved_sequence_is_made_durable_whole(again: Lives) -> None:
     durably with nothing new in it, in one layer group and in two; restart; all blocks match."""
     tokens = list(range(16 * 9))
     sequences = []
-    async with _life(again) as (_, kv):
+    async with life(again) as (_, kv):
         for groups in (1, 2):
             layout = Layout(
                 model=f"m{groups}",
@@ -500,6 +380,6 @@ async def test_a_saved_sequence_is_made_durable_whole(again: Lives) -> None:
             assert (await seq.save(cache)).blocks == 9
             assert (await seq.save(cache, durable=True)).blocks == 9
             sequences.append(layout)
-    async with _life(again) as (_, kv):
+    async with life(again) as (_, kv):
         for layout in sequences:
             assert await kv.sequence(layout, tokens).match() == 9

@@ -22,19 +22,18 @@ import structlog
 from ucxkv import errors
 from ucxkv.dial import failure_of, host_identity, mapped_error
 from ucxkv.directory import FOREVER
-from ucxkv.journal import Durability, Journal
 from ucxkv.node.config import NodeConfig
-from ucxkv.node.durable import NO_NUMBERS, DurableLog
 from ucxkv.node.greeting import Greeter
+from ucxkv.node.keeping import Keeping
+from ucxkv.node.keeping import facts as keeping_facts
+from ucxkv.node.keeping import numbers as keeping_numbers
 from ucxkv.node.membership import NO_CLUSTER, Membership
 from ucxkv.node.metrics import MetricsServer
 from ucxkv.node.peers import PeerLinks, check_member
 from ucxkv.node.placing import Placing
-from ucxkv.node.recovering import recover
 from ucxkv.node.requests import Requests
 from ucxkv.node.service import Service
 from ucxkv.node.session import PATH_KINDS, Session, SessionState, printable
-from ucxkv.node.state import NodeState
 from ucxkv.node.store import HostStore
 from ucxkv.protocol import WIRE_VERSION, MessageError, decode, encode
 from ucxkv.protocol import messages as m
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ucxkv.control.records import MemberRecord
+    from ucxkv.node.durable import DurableLog
     from ucxkv.transport.control import ControlConnection
     from ucxkv.transport.control import Message as ControlMessage
 
@@ -84,8 +84,7 @@ class Node:
         self._stopped = asyncio.Event()
         self.durable: DurableLog | None = None
         """The durable half of the store; None with durability = memory."""
-        self._state: NodeState | None = None
-        self._journal: Journal | None = None
+        self._keeping: Keeping | None = None
         self._local_name = f"ucxkv-{self.node_id:016x}"
 
     # ---- life
@@ -111,12 +110,18 @@ class Node:
         self._started_ns = time.monotonic_ns()
         listen = parse_address(config.listen)
         self.placing = await asyncio.to_thread(Placing, config)
-        if config.durability == "memory":
+        keeping = self._keeping = await Keeping.open(config, self.epoch, self.placing)
+        self.epoch = self.epoch if keeping is None else keeping.epoch
+        memory = None if keeping is None else keeping.memory
+        try:
             self.store = await asyncio.to_thread(
-                self.placing.near, HostStore, config, self.node_id, self.epoch, self._wake_at
+                self.placing.near, HostStore, config, self.node_id, self.epoch, self._wake_at, memory
             )
-        else:
-            await self._start_durable()
+        except BaseException:
+            if memory is not None:
+                memory.close()
+            raise
+        self.durable = None if keeping is None else await keeping.recover(self.store)
         self._has_store = True
         self.store.serving.until(self._lease_end_ns)
         self.service = Service(config, self.store, self.placing)
@@ -157,41 +162,9 @@ class Node:
             address=self.address,
             epoch=self.epoch,
             **self.store.facts(),
-            **self._durability(),
+            **keeping_facts(self.config, self.durable),
             **self.service.facts(),
             **self.placing.facts(),
-        )
-
-    async def _start_durable(self) -> None:
-        """Take the store up where the last process left it."""
-        config = self.config
-        state = self._state = await asyncio.to_thread(NodeState.open, config, self.epoch)
-        self.epoch = state.epoch
-        self._journal, recovered = await Journal.open(
-            state.journal_folder, durability=Durability(config.durability), identity=state.identity
-        )
-        memory = await asyncio.to_thread(self.placing.near, state.take_memory, config.huge_pages)
-        try:
-            self.store = await asyncio.to_thread(
-                self.placing.near, HostStore, config, self.node_id, self.epoch, self._wake_at, memory
-            )
-        except BaseException:
-            memory.close()
-            raise
-        recovery = await asyncio.to_thread(recover, self.store, state, memory, recovered)
-        self.durable = DurableLog(self.store, self._journal)
-        await self.durable.start(recovery)
-        say = log.error if recovery.lost else log.info
-        say(
-            "durable.recovered",
-            state_dir=config.state_dir,
-            blocks=recovery.blocks,
-            lost=recovery.lost_blocks,
-            damaged=recovery.damaged,
-            why=memory.why_empty if recovery.lost else "",
-            held_bytes=recovery.held_bytes,
-            index_s=round(recovery.index_s, 3),
-            sums_s=round(recovery.sums_s, 3),
         )
 
     async def serve_forever(self) -> None:
@@ -218,10 +191,8 @@ class Node:
         for task in list(self.tasks):
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
-        if self.durable is not None:
-            await self.durable.aclose()
-        elif self._journal is not None:
-            await self._journal.aclose()
+        if self._keeping is not None:
+            await self._keeping.aclose()
         if hasattr(self, "store"):
             self.store.keep_books()
         if hasattr(self, "peers"):
@@ -238,8 +209,8 @@ class Node:
             self.service.close()
         if hasattr(self, "store"):
             self.store.close()
-        if self._state is not None:
-            self._state.close()
+        if self._keeping is not None:
+            self._keeping.release()
         if was_open:
             log.info("node.stop", name=self.config.name)
 
@@ -455,7 +426,7 @@ class Node:
         paths = Counter(session.path_kind for session in self.sessions.values())
         return {
             **self.store.numbers(),
-            **(NO_NUMBERS if self.durable is None else self.durable.numbers()),
+            **keeping_numbers(self.durable),
             **self.service.numbers(),
             "connections": len(self.sessions),
             "connections_refused": server.refused_count if server else 0,
@@ -472,14 +443,6 @@ class Node:
             for s in sorted(self.sessions.values(), key=lambda session: (session.role, session.name))
         ]
 
-    def _durability(self) -> dict[str, str]:
-        """What durable blocks survive here, in words."""
-        if self.durable is None:
-            return {"durability": "memory: durable puts are refused"}
-        if self.durable.failed is not None:
-            return {"durability": f"journal failed, durable puts are refused until a restart: {self.durable.failed}"}
-        return {"durability": f"{self.config.durability}, state in {self.config.state_dir}"}
-
     def report(self) -> m.NodeReport:
         """What `GetStatus` answers."""
         return m.NodeReport(
@@ -491,7 +454,7 @@ class Node:
             numbers=self._numbers(),
             facts={
                 **self.store.facts(),
-                **self._durability(),
+                **keeping_facts(self.config, self.durable),
                 **self.service.facts(),
                 **self.placing.facts(),
                 **(self.membership.facts() if self.membership is not None else {}),
