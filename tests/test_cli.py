@@ -262,3 +262,32 @@ def _ends(pid: int, seconds: float = 20.0) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+@pytest.mark.timeout(300)
+def test_a_durable_put_from_the_shell_and_forgetting_a_node(tmp_path: Path, node: NodeProcess) -> None:
+    """Goal: the class and its end are within an operator's reach. Method: `put --durable` on a node that keeps nothing
+    (refused) and on one that does; kill -9, start, `get`; `forget` while it runs is refused, after it deletes all."""
+    state = tmp_path / "state"
+    flags = ("--durability", "process", "--state-dir", str(state))
+    done = _ucxkv("put", "name:k", "--durable", "--address", node.address, data=b"v")
+    assert done.returncode == 2 and b"--durability process" in done.stderr
+    kept = start_node("kept", host_bytes=HOST_BYTES, arguments=flags)
+    try:
+        address = kept.wait_ready(time.monotonic() + 60)
+        assert _ucxkv("put", "name:k", "--durable", "--address", address, data=b"value").returncode == 0
+        done = _ucxkv("forget", str(state))
+        assert done.returncode == 2 and b"in use" in done.stderr and str(kept.pid).encode() in done.stderr
+        kept.process.kill()
+        kept.process.wait()
+        kept = start_node("kept", host_bytes=HOST_BYTES, arguments=flags)
+        address = kept.wait_ready(time.monotonic() + 60)
+        assert _ucxkv("get", "name:k", "--address", address).stdout == b"value"
+    finally:
+        stop_nodes([kept])
+        done = _ucxkv("forget", str(state), "--json")
+    assert done.returncode == 0, done.stderr
+    deleted = json.loads(done.stdout)["deleted"]
+    assert sum(path.startswith("/dev/shm/ucxkv-kept-") for path in deleted) == 2
+    assert not list(Path("/dev/shm").glob("ucxkv-kept-*")) and not list(state.iterdir())
+    assert _ucxkv("forget", str(state)).returncode == 2

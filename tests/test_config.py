@@ -123,3 +123,19 @@ def test_every_key_is_documented_with_its_default() -> None:
             default = fields[name].default
             said = {"[]": (), '""': "", "true": True}.get(cells[2].strip(" `"), cells[2].strip(" `"))
             assert str(said) == str(default), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"durability": "power", "state_dir": "/s"}, "NVMe tier"),
+        ({"durability": "process"}, "a folder"),
+        ({"state_dir": "/s"}, "durability = 'process'"),
+        ({"durability": "always", "state_dir": "/s"}, "durability"),
+    ],
+)
+def test_durability_that_cannot_be_kept_is_refused(flags: dict[str, object], said: str) -> None:
+    """Goal: no class is promised that does not hold. Method: each wrong pair of settings, and a right one."""
+    with pytest.raises(SetupError, match=said):
+        node_config(None, flags)
+    assert node_config(None, {"durability": "process", "state_dir": "/s"}).durability == "process"

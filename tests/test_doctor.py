@@ -133,3 +133,19 @@ def test_each_probe_answers_on_this_host(name: str) -> None:
     """Goal: the probes really work. Method: each runs here; its answer has the type that the checks expect."""
     answer = PROBES[name]()
     assert isinstance(answer, str | int | list | dict)
+
+
+def test_memory_that_nodes_keep_is_listed_with_what_to_do(tmp_path: Path) -> None:
+    """Goal: shared memory of nodes that are down is no riddle. Method: one node's segment and state; then the state is
+    gone; a file of somebody else's beside it."""
+    head = '{"node": "n7", "state_dir": "/var/lib/n7"}'
+    shared = {"dev/shm/ucxkv-n7-0123456789abcdef-grants": head.ljust(5000, "\0"), "dev/shm/other-grants": "no json"}
+    files = {**PLAIN, **shared, "dev/shm/ucxkv-n7-0123456789abcdef": "x" * 4096, "var/lib/n7/node.json": "{}"}
+    root = _tree(tmp_path, files)
+    found = _findings(Host(LAPTOP, root))["kept memory"]
+    assert found.state is State.INFO and "n7" in found.found and "/var/lib/n7" in found.found
+    assert "ucxkv forget" in found.fix
+    (root / "var/lib/n7/node.json").unlink()
+    found = _findings(Host(LAPTOP, root))["kept memory"]
+    assert found.state is State.WARN and found.cost
+    assert "rm /dev/shm/ucxkv-n7-0123456789abcdef /dev/shm/ucxkv-n7-0123456789abcdef-grants" in found.fix
