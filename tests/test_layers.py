@@ -38,6 +38,7 @@ LAYERS = {
     "ucxkv.version": "values",
     "ucxkv.protocol": "cores",
     "ucxkv.directory": "cores",
+    "ucxkv.replication": "cores",
     "ucxkv.policy": "cores",
     "ucxkv.control": "control",
     "ucxkv.journal": "journal",
