@@ -168,3 +168,16 @@ def test_too_few_in_sync_or_too_many_records_are_refused_by_name() -> None:
     replica.timing = replace(replica.timing, insync_min=1, pending_records=2)
     wire.feed(A, ev.Propose(2, (b"x",) * 3))
     assert [one.why for one in wire.refused] == [ev.Refusal.TOO_FEW, ev.Refusal.OVERLOADED]
+
+
+def test_a_failed_replica_does_not_lead_whatever_the_configuration_says() -> None:
+    """Goal: R7 against a hand-over, or an own write, that is answered after the journal failed. Method: B fails, then
+    reads that the shard was given to it; it stays failed, and nothing is sent or asked for."""
+    wire = Wire(A, B)
+    replica = wire.replicas[B]
+    wire.feed(B, ev.PersistFailed("the disk is gone"))
+    assert wire.config is not None
+    given = ShardConfig(wire.config.epoch + 1, B, frozenset({A, B}))
+    assert replica.handle(ev.ConfigSeen(given, wire.revision + 1), wire.now) == []
+    assert replica.role is Role.FAILED and replica.leading is None and replica.serve_until_ns == 0
+    replica.check()

@@ -261,7 +261,7 @@ class Replica:
     def config_changed(self, now_ns: int) -> None:
         """A newer configuration was seen, or an own one written."""
         config = self.config.value
-        if config is None:
+        if config is None or self.role is Role.FAILED:
             return
         if config.epoch > self.epoch:
             self.step_down(now_ns, f"epoch {config.epoch} began")
