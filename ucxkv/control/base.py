@@ -45,8 +45,9 @@ __all__ = [
     "prefix_end",
 ]
 
-DRIFT: Final = 0.01
-"""How much two clocks' rates may differ: the holder of a lease takes this share off its time."""
+DRIFT: Final = 0.02
+"""How much two clocks' rates may differ, each being off by 1 % at most: the holder of a lease takes this share off its
+time."""
 
 KEY_BYTES_MAX: Final = 1024
 VALUE_BYTES_MAX: Final = 1 << 20
