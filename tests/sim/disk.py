@@ -112,12 +112,22 @@ class File:
         self.pending = []
         self.image = bytearray(self.stable)
 
+    def damage(self, rng: random.Random, spared: range) -> None:
+        """One bit of a byte that is not zero, and not among the spared, becomes another."""
+        written = [at for at, byte in enumerate(self.image) if byte and at not in spared]
+        if written:
+            at = rng.choice(written)
+            _apply(self.image, at, bytes([self.image[at] ^ (1 << rng.randrange(8))]))
+            _apply(self.stable, at, bytes(self.image[at : at + 1]))
+
 
 class Disk:
     """The files of one host, by name."""
 
     def __init__(self) -> None:
         self.files: dict[str, File] = {}
+        self.last_frame: tuple[File, int, int] | None = None
+        """File, first byte and end of the last frame that was written, where its writer told."""
 
     def open(self, name: str) -> File:
         """The file, made if there is none. (Names are durable at once.)"""
@@ -127,17 +137,30 @@ class Disk:
         """Unlink it, if it is there."""
         self.files.pop(name, None)
 
+    def rename(self, old: str, new: str) -> None:
+        """Put `old` in the place of `new`. (Names are durable at once.)"""
+        self.files[new] = self.files.pop(old)
+
     def crash(self) -> None:
         """The process died, the machine did not: its writes are all there, not yet durable."""
 
     def lose_power(self, rng: random.Random) -> None:
         """See `File.lose_power`, for each file."""
-        for name in sorted(self.files):
-            self.files[name].lose_power(rng)
+        for file in self.files.values():
+            file.lose_power(rng)
+
+    def damage(self, rng: random.Random) -> None:
+        """One bit of one file is another one, outside of the last frame: that would look like one that was torn."""
+        files = [file for file in self.files.values() if any(file.image)]
+        if files and self.last_frame is not None:
+            file = rng.choice(files)
+            spared = self.last_frame[1:] if file is self.last_frame[0] else (0, 0)
+            file.damage(rng, range(*spared))
 
     def wipe(self) -> None:
         """Another disk: nothing on it."""
         self.files = {}
+        self.last_frame = None
 
 
 def _apply(image: bytearray, offset: int, data: bytes) -> None:

@@ -8,13 +8,15 @@ are in the owner's own clock. When nothing is left to run and the awaited future
 that wait. An exception that nobody takes ends the run.
 
 Sockets, threads, executors, signals and sleeping are refused while the loop runs: a simulation that touched them would
-not replay; `time.monotonic` and its kin answer the owner's clock. Standard library only (Python 3.11)."""
+not replay; `time.monotonic` and its kin answer the owner's clock, `secrets.token_hex` counts. Standard library only
+(Python 3.11)."""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
 import random
+import secrets
 import socket
 import threading
 import time
@@ -53,6 +55,8 @@ class OutsideWorld(SimulationError):
 class Owner:
     """Who a callback belongs to: running, frozen or dead, with a clock of its own (here: virtual time itself)."""
 
+    is_held = False
+    """Frozen or dead: its callbacks do not run now."""
     frozen = False
     dead = False
 
@@ -62,10 +66,10 @@ class Owner:
         self.context = copy_context()
         self.context.run(OWNER.set, self)
 
-    @property
-    def is_held(self) -> bool:
-        """Whether its callbacks do not run now."""
-        return self.frozen or self.dead
+    def hold(self, *, frozen: bool = False, dead: bool = False) -> None:
+        """Freeze, wake or kill it, for the loop."""
+        self.frozen, self.dead = frozen, dead
+        self.is_held = frozen or dead
 
     def local_ns(self, virtual_ns: int) -> int:
         """Its own clock's reading at a moment of virtual time."""
@@ -134,7 +138,7 @@ class SimLoop(_Base):  # type: ignore[misc]
         self._steps_limit = steps_limit
         self._ready: deque[Timer] = deque()
         self._timers: list[tuple[int, float, int, Timer]] = []
-        self._count = 0
+        self._count = self._tokens = 0
         self._running = False
         self._closed = False
         self._tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], Owner | None] = weakref.WeakKeyDictionary()
@@ -195,6 +199,8 @@ class SimLoop(_Base):  # type: ignore[misc]
                 if steps_left < 0:
                     raise Runaway(f"{self._steps_limit} callbacks and no end at {self.now_ns} ns; {timer!r} is next")
                 timer._context.run(timer._callback, *timer._args)
+                if self._unhandled:
+                    raise self._unhandled.pop(0)
         finally:
             self.steps += first - steps_left
 
@@ -307,6 +313,11 @@ class SimLoop(_Base):  # type: ignore[misc]
         """The current owner's clock, in nanoseconds."""
         owner = OWNER.get()
         return self.now_ns if owner is None else owner.local_ns(self.now_ns)
+
+    def token_hex(self, nbytes: int = 8) -> str:
+        """In the place of `secrets.token_hex`: another one at each call, the same in each run."""
+        self._tokens += 1
+        return f"{self._tokens:0{2 * nbytes}x}"
 
     # ---- futures, tasks
 
@@ -429,6 +440,7 @@ def outside_refused(loop: SimLoop) -> Iterator[None]:
     patches: list[tuple[Any, str, Callable[..., Any]]] = []
     for holder, name in _FORBIDDEN:
         patches.append((holder, name, _refuser(f"{holder.__name__}.{name}")))
+    patches.append((secrets, "token_hex", loop.token_hex))
     for name in _CLOCKS:
         patches.append((time, name, loop.time_ns if name.endswith("_ns") else loop.time))
     kept = [(holder, name, getattr(holder, name)) for holder, name, _ in patches]

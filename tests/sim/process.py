@@ -4,7 +4,7 @@ A host has a name, a clock, a disk, and a function that starts its program in a 
 the loop's callbacks and tasks, with an incarnation that grows at each start. `kill` is kill -9: from that moment none
 of the process's code runs again, no `finally` either. `freeze` is SIGSTOP: timers and messages queue up, and run late
 on `wake`. What becomes of the disk is said at the restart: `kept` (the machine stayed up), `torn` (it lost power: what
-was not synced is lost, kept or torn), `empty` (another disk)."""
+was not synced is lost, kept or torn), `damaged` (a bit of it is another), `empty` (another disk)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.sim.loop import OWNER, Owner, SimLoop, SimulationError, Timer
 
 __all__ = ["DiskFate", "Host", "Process"]
 
-DiskFate = Literal["kept", "torn", "empty"]
+DiskFate = Literal["kept", "torn", "damaged", "empty"]
 
 
 class Process(Owner):
@@ -43,7 +43,14 @@ class Process(Owner):
         if self.dead:
             coro.close()
             raise SimulationError(f"{self.name} is dead and starts nothing")
-        return self.context.copy().run(lambda: self.loop.create_task(coro, name=f"{self.name} {name}"))
+        task = self.context.copy().run(lambda: self.loop.create_task(coro, name=f"{self.name} {name}"))
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        """A task that failed ends the run now, not when it is collected."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.loop.call_exception_handler({"exception": error})
 
     def at(self, local_ns: int, callback: Callable[..., object], *args: Any) -> Timer:
         """Run `callback` in this process when its own clock reads `local_ns`."""
@@ -52,12 +59,12 @@ class Process(Owner):
     def freeze(self) -> None:
         """SIGSTOP: nothing of it runs until `wake`."""
         if not self.dead:
-            self.frozen = True
+            self.hold(frozen=True)
 
     def wake(self) -> None:
         """SIGCONT: what came due meanwhile runs now."""
         if self.frozen and not self.dead:
-            self.frozen = False
+            self.hold()
             self.loop.unpark(self)
 
     def kill(self) -> None:
@@ -66,8 +73,7 @@ class Process(Owner):
             return
         if OWNER.get() is self:
             raise SimulationError(f"{self.name} cannot kill itself in the middle of its own code")
-        self.dead = True
-        self.frozen = False
+        self.hold(dead=True)
         self.loop.bury(self)
 
 
@@ -83,10 +89,13 @@ class Host:
         self.clock = clock or Clock()
         self.disk = disk or Disk()
         self.incarnation = 0
+        self.lives = 0
+        """Memberships in the cluster so far: counted by the program, as a control plane would."""
+        self.last_fate: DiskFate = "kept"
         self._boot = boot
         self._random = random.Random(f"disk of {name} {seed}")
         self.process = Process(loop, name, 0, self.clock)
-        self.process.dead = True
+        self.process.hold(dead=True)
 
     @property
     def is_up(self) -> bool:
@@ -97,10 +106,13 @@ class Host:
         """Boot a new process; the disk met `fate` since the last one."""
         if self.is_up:
             raise SimulationError(f"{self.name} is up already")
+        self.last_fate = fate
         if fate == "torn":
             self.disk.lose_power(self._random)
         elif fate == "empty":
             self.disk.wipe()
+        elif fate == "damaged":
+            self.disk.damage(self._random)
         self.incarnation += 1
         self.process = Process(self.loop, self.name, self.incarnation, self.clock)
         self.process.context.copy().run(self._boot, self.process)

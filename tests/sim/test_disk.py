@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sim.disk import Disk, File
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 1500), st.booleans()), max_size=12), st.integers(0, 99))
 def test_synced_bytes_survive_and_others_are_new_old_or_zero(writes: list[tuple[int, int, bool]], seed: int) -> None:
     """Goal: power loss. Method: random writes, some followed by a sync; after the loss each byte that no later write

@@ -166,12 +166,12 @@ def test_a_frozen_owners_callbacks_wait_and_a_dead_ones_never_run(loop: SimLoop)
         loop.at(at, lambda at=at: seen.append((f"victim {at}", loop.now_ns)), owner=victim)
     loop.run_until_ns(15)
     seen.clear()
-    sleeper.frozen = True
-    victim.dead = True
+    sleeper.hold(frozen=True)
+    victim.hold(dead=True)
     loop.bury(victim)
     loop.run_until_ns(100)
     assert seen == []
-    sleeper.frozen = False
+    sleeper.hold()
     loop.unpark(sleeper)
     loop.run_until_ns(101)
     assert seen == [("sleeper 20", 100), ("sleeper 30", 100)]
@@ -195,7 +195,7 @@ def test_what_a_task_starts_belongs_to_its_owner(loop: SimLoop) -> None:
     owner.context.copy().run(lambda: loop.create_task(outer()))
     loop.run_for_ns(SECOND // 2)
     assert seen == ["inner"]
-    owner.dead = True
+    owner.hold(dead=True)
     loop.bury(owner)
     loop.run_for_ns(5 * SECOND)
     assert seen == ["inner"]

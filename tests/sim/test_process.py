@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sim.clock import Clock
@@ -21,6 +21,7 @@ def loop() -> Iterator[SimLoop]:
     made.close()
 
 
+@settings(deadline=None)
 @given(
     st.integers(-(10**15), 10**15), st.integers(-20_000, 20_000), st.integers(0, 10**13), st.integers(0, 10**13)
 )  # fmt: skip
