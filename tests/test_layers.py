@@ -84,7 +84,7 @@ FOREIGN = {
     "libucx": ("ucxkv.transport.library", "ucxkv.transport.build_ucx"),
     "etcd3aio": ("ucxkv.control.etcd", "ucxkv.control.etcd_client"),
     "grpc": ("ucxkv.control.etcd_client",),
-    "msgspec": ("ucxkv.control.records", "ucxkv.protocol", "ucxkv.config"),
+    "msgspec": ("ucxkv.control.records", "ucxkv.protocol", "ucxkv.replication.messages", "ucxkv.config"),
     "structlog": ("ucxkv.node", "ucxkv.cli"),
     "prometheus_client": ("ucxkv.node",),
     "typer": ("ucxkv.cli",),
