@@ -30,6 +30,7 @@ from .base import Closed, DeadlineExceeded, ForkGuard, PeerLost, ProtocolError, 
 from .frames import FLAG_REPLY, HEADER, HEADER_BYTES, MAX_FDS, MAX_FRAME_BYTES, FrameDecoder, Payload
 from .inline import InlineWait
 from .message import Message, PeerCredentials, close_all, credentials_of, describe_peer, local_host
+from .poller import Poller
 from .sweeping import DeadlineSweep
 
 __all__ = ["ControlConnection", "Handler", "Message", "PeerCredentials"]
@@ -105,7 +106,8 @@ class ControlConnection:
         given back."""
         self.owner: object = None
         """For the layer above: whatever it keeps per connection."""
-        self._loop.add_reader(self._fd, self._readable)
+        self._poller = Poller.of_loop()
+        self._poller.set_reader(self._fd, self._readable)
 
     # ---- facts
 
@@ -299,11 +301,11 @@ class ControlConnection:
         """The peer has closed: answers go nowhere, but it may have said goodbye; the end of the stream ends this."""
         self._has_left = True
         if self._unsent:
-            self._loop.remove_writer(self._fd)
+            self._poller.set_writer(self._fd, None)
         self._drop_unsent()
         if not self._is_reading:
             self._is_reading = True
-            self._loop.add_reader(self._fd, self._readable)
+            self._poller.set_reader(self._fd, self._readable)
 
     def _drop_unsent(self) -> None:
         for _, fds in self._unsent:
@@ -319,12 +321,12 @@ class ControlConnection:
             self._end(PeerLost(f"the peer does not read: {self._unsent_bytes} bytes wait to be sent"))
             raise self._gone()
         if not self._unsent:
-            self._loop.add_writer(self._fd, self._writable)
+            self._poller.set_writer(self._fd, self._writable)
         self._unsent.append(_Unsent(memoryview(rest), () if sent else tuple(os.dup(fd) for fd in fds)))
         self._unsent_bytes += len(rest)
         if self._is_serving and self._unsent_bytes > _HIGH_WATER_BYTES and self._is_reading:
             self._is_reading = False
-            self._loop.remove_reader(self._fd)
+            self._poller.set_reader(self._fd, None)
 
     def _writable(self) -> None:
         if self._guard.is_forked:
@@ -343,12 +345,12 @@ class ControlConnection:
                 self._unsent[0] = _Unsent(data[sent:], ())
             else:
                 self._unsent.popleft()
-        self._loop.remove_writer(self._fd)
+        self._poller.set_writer(self._fd, None)
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
         if not self._is_reading:
             self._is_reading = True
-            self._loop.add_reader(self._fd, self._readable)
+            self._poller.set_reader(self._fd, self._readable)
 
     async def _wait_drained(self, deadline_ns: int | None) -> None:
         """Wait until the backlog is gone, the connection ended (then `_send` raises) or the deadline passed."""
@@ -458,8 +460,7 @@ class ControlConnection:
             return
         self._is_open = False
         self.close_reason = reason
-        self._loop.remove_reader(self._fd)
-        self._loop.remove_writer(self._fd)
+        self._poller.remove(self._fd)
         self._sock.close()
         self._deadlines.stop()
         close_all(list(self._arrived_fds))

@@ -19,6 +19,7 @@ from .address import Address, TcpAddress, UnixAddress
 from .base import DeadlineExceeded, PeerLost, SetupFailed, TransportError, remaining_s
 from .control import ControlConnection, Handler
 from .frames import MAX_FRAME_BYTES
+from .poller import connect_socket
 
 __all__ = ["ControlServer", "connect"]
 
@@ -67,7 +68,6 @@ async def connect(
 
 
 async def _connect_socket(address: Address) -> socket.socket:
-    loop = asyncio.get_running_loop()
     if isinstance(address, UnixAddress):
         targets: list[tuple[int, str | tuple[Any, ...]]] = [(socket.AF_UNIX, address.sockaddr)]
     else:
@@ -77,7 +77,7 @@ async def _connect_socket(address: Address) -> socket.socket:
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
-            await loop.sock_connect(sock, sockaddr)
+            await connect_socket(sock, sockaddr)
             if family != socket.AF_UNIX:
                 _tune_tcp(sock)
             return sock

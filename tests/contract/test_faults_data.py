@@ -264,7 +264,8 @@ async def test_a_registration_closed_under_transfers_is_let_go_when_they_are_ove
 
 async def test_a_region_closed_under_a_cancelled_transfer_outlives_it(client, monkeypatch):
     """Method: gets cancelled at several turns, region and key closed at once, the worker closed under the last one, on
-    a machine so busy that its time to end is over at once.
+    a machine so busy that its time to end is over at once. (Not over TCP, where the product makes no one-sided reads:
+    UCX ends the process that serves one when its reader goes.)
     """
     size = 8 << 20
     await client.node.call("publish", first=0, offsets=[0], length=size)
@@ -283,6 +284,8 @@ async def test_a_region_closed_under_a_cancelled_transfer_outlives_it(client, mo
         assert await client.worker.drain(deadline_after(20))
         client.worker.progress()
         assert client.context.users_count == before and client.worker.owned_count == 0
+    if "tcp" in client.node.transports:
+        return
     region = MemoryRegion.register(client.context, np.full(size, POISON, np.uint8))
     key = client.endpoint.unpack_key(client.key)
     task = asyncio.create_task(client.endpoint.get(region.view, client.base, key, region=region))

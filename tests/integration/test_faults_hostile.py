@@ -24,9 +24,15 @@ from ucxkv.transport.frames import pack_header
 pytestmark = pytest.mark.faults
 
 
+_HELD_MS = 20_000
+
+
 @pytest.fixture(scope="module")
-def victim() -> Iterator[NodeProcess]:
-    with NodeProcess("victim", host_bytes="32MiB", message_path=False) as node:
+def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    """Attacks may well put a block and lease it, or begin one: that ends by its time, which is short here."""
+    config = tmp_path_factory.mktemp("victim") / "node.toml"
+    config.write_text(f"[node]\nlease_ms_max = {_HELD_MS}\nput_deadline_ms = {_HELD_MS}\n")
+    with NodeProcess("victim", host_bytes="32MiB", message_path=False, config=str(config)) as node:
         yield node
 
 
@@ -41,14 +47,19 @@ async def bystander(victim: NodeProcess) -> AsyncIterator[ucxkv.Client]:
             into = np.zeros_like(b)
             assert (await kv.get_many(k, into)).hits == 4 and (into == b).all() and lease.valid
         kv._router.sole.putter.return_grants()
-        await wait_until(lambda: _is_quiet(kv), "sessions, grants and leases are gone")
+        left: dict[str, float] = {}
+        try:
+            await wait_until(lambda: _is_quiet(kv, left), "all is gone", 20 + _HELD_MS / 1000)
+        except AssertionError:
+            pytest.fail(f"sessions, grants and leases are left: {left}")
         await kv.delete(k)
 
 
-async def _is_quiet(kv: ucxkv.Client) -> bool:
+async def _is_quiet(kv: ucxkv.Client, left: dict[str, float]) -> bool:
     numbers = (await kv.status())[0].numbers
-    names = ("granted_bytes", "quarantined_bytes", "leases", "writing", "vanished_writers")
-    return numbers["connections"] == 1 and not any(numbers[name] for name in names)
+    names = ("connections", "granted_bytes", "quarantined_bytes", "leases", "writing", "vanished_writers")
+    left.update((name, numbers[name]) for name in names)
+    return left["connections"] == 1 and not any(left[name] for name in names[1:])
 
 
 def _open(node: NodeProcess, role: str = "client") -> RawPeer:

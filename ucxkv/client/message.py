@@ -142,6 +142,14 @@ class MessageEngine:
         over = f"{over} ({lanes_text(lanes)})"
         if wants is PathKind.MESSAGE or not (wants or has_rdma):
             return MessagePath(self, client, f"messages over {over}")
+        if not is_same_host and not has_rdma:
+            self.close_later(client)
+            raise errors.SetupError(
+                "one-sided reads were demanded, and no lane to this node can do them by itself",
+                found=over,
+                needed="RDMA on both sides: else UCX has the node's process answer, and ends it when a reader goes",
+                fix='leave the path to ucxkv (path="auto")',
+            )
         from ucxkv.client.rma import RmaPath  # it builds on this module
 
         reader = RemoteReader(endpoint, opened.key, opened.base, opened.size_bytes)
