@@ -1,6 +1,6 @@
 """Replicas that break one rule each; the worlds must find every one.
 
-Not here: keeping old claims after a cut (end of R6). 150 worlds did not see it, since a leader first takes a member's earlier
+Not here: keeping old claims after a cut (end of R6). 150 worlds did not see it: a leader first takes a member's earlier
 lives out of the set; the rule bounds the claims and stands behind that.
 """
 
