@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Every check of the project, from a clean clone, in its own environments: style, types, tests, the C code under
-# sanitizers, a short fuzz of all that reads a peer's bytes, and the tests that need torch in a second environment.
+# sanitizers, a short fuzz of all that reads a peer's bytes, 2,000 simulated clusters under faults, and the tests that
+# need torch in a second environment.
 #
 #   bash scripts/test.sh              everything; 20 minutes at most on 2 busy cores
 #   bash scripts/test.sh --rdma       the RDMA tests in a virtual machine with Soft-RoCE; needs root on Debian
-#   bash scripts/test.sh --quick      style, types and the tests not marked slow; no sanitizers, no fuzz, no torch
+#   bash scripts/test.sh --quick      style, types and the tests not marked slow; no sanitizers, fuzz, simulation, torch
 #   bash scripts/test.sh --repeat-faults 20  the fault tests, so many runs in a row
 #   bash scripts/test.sh -- -k slots  what follows -- goes to pytest (and --quick's steps only)
 #
@@ -14,7 +15,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 . scripts/env.sh
 
 usage() {
-  sed -n '2,11p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
+  sed -n '2,12p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
   cat <<'T'
 Options:
   --quick           see above
@@ -23,15 +24,16 @@ Options:
   --sanitize        only the C code under sanitizers
   --rdma            only the RDMA tests, in a virtual machine (not part of a full run)
   --repeat-faults N only the tests marked faults, N runs in a row (a full run has them once)
+  --simulate SEEDS  only the simulation of faults, so many seeds (a full run has 2,000)
   --fuzz SECONDS    fuzz all that reads a peer's bytes that long (default 35 s in a full run); alone it is the only step
   --help            this text
 T
 }
 
-with_style=1 with_tests=1 with_sanitize=1 with_torch=1 with_rdma=0 fault_runs=0 fuzz_s=35 quick=0 pytest_args=() only=()
+with_style=1 with_tests=1 with_sanitize=1 with_torch=1 with_rdma=0 fault_runs=0 fuzz_s=35 seeds=2000 quick=0 pytest_args=() only=()
 while [ $# -gt 0 ]; do
   case "$1" in
-    --quick) quick=1 with_sanitize=0 with_torch=0 fuzz_s=0 ;;
+    --quick) quick=1 with_sanitize=0 with_torch=0 fuzz_s=0 seeds=0 ;;
     --torch) only+=(torch) ;;
     --no-torch) with_torch=0 ;;
     --sanitize) only+=(sanitize) ;;
@@ -41,25 +43,31 @@ while [ $# -gt 0 ]; do
       only+=(faults) fault_runs="$2"
       shift
       ;;
+    --simulate)
+      case "${2:-}" in '' | *[!0-9]*) echo "--simulate needs a number of seeds" >&2; exit 2 ;; esac
+      only+=(simulate) seeds="$2"
+      shift
+      ;;
     --fuzz)
       case "${2:-}" in '' | *[!0-9]*) echo "--fuzz needs a number of seconds" >&2; exit 2 ;; esac
       only+=(fuzz) fuzz_s="$2"
       shift
       ;;
     --help | -h) usage; exit 0 ;;
-    --) shift; pytest_args=("$@"); quick=1 with_style=0 with_sanitize=0 with_torch=0 fuzz_s=0; break ;;
+    --) shift; pytest_args=("$@"); quick=1 with_style=0 with_sanitize=0 with_torch=0 fuzz_s=0 seeds=0; break ;;
     *) echo "unknown option: $1" >&2; usage >&2; exit 2 ;;
   esac
   shift
 done
 if [ "${#only[@]}" -gt 0 ]; then
-  fuzz_kept="$fuzz_s" with_style=0 with_tests=0 with_sanitize=0 with_torch=0 fuzz_s=0
+  fuzz_kept="$fuzz_s" seeds_kept="$seeds" with_style=0 with_tests=0 with_sanitize=0 with_torch=0 fuzz_s=0 seeds=0
   for step in "${only[@]}"; do
     case "$step" in
       torch) with_torch=1 ;;
       sanitize) with_sanitize=1 ;;
       rdma) with_rdma=1 ;;
       fuzz) fuzz_s="$fuzz_kept" ;;
+      simulate) seeds="$seeds_kept" ;;
     esac
   done
 fi
@@ -146,7 +154,7 @@ torch_step() {
   step "example: reuse_kv.py, 320 tokens" 600 "$UCXKV_PYTHON" examples/reuse_kv.py --prompt-tokens 320 --tokens 8
 }
 
-if ((with_style || with_tests || with_sanitize || with_rdma || fault_runs || fuzz_s)); then
+if ((with_style || with_tests || with_sanitize || with_rdma || fault_runs || fuzz_s || seeds)); then
   environment .venv test || exit 1
 fi
 if ((with_style)); then
@@ -167,6 +175,9 @@ if ((fault_runs)); then
   network_tools
   etcd_server
   fault_steps
+fi
+if ((seeds)); then
+  step "simulation: $seeds seeds of faults" 1200 "$UCXKV_PYTHON" scripts/simulate_faults.py --seeds "$seeds"
 fi
 if ((with_sanitize)); then
   step "sanitizers" 900 bash scripts/sanitize.sh all

@@ -52,12 +52,13 @@ class Report:
     reads: int = 0
     epochs: int = 0
     entries: int = 0
+    restores: int = 0
     steps: int = 0
     virtual_ns: int = 0
     timeline: list[str] = field(default_factory=list)
 
 
-def timing(rng: random.Random) -> Timing:
+def timing(rng: random.Random, insync_min: int) -> Timing:
     """Short times, small windows: everything happens within seconds, snapshots too."""
     return Timing(
         heartbeat_ns=100 * MS,
@@ -67,8 +68,8 @@ def timing(rng: random.Random) -> Timing:
         batch_bytes=rng.choice((60, 400)),
         inflight_records=rng.choice((2, 16)),
         pending_records=rng.choice((4, 64)),
-        window_records=rng.choice((4, 20, 100)),
-        insync_min=1,
+        window_records=rng.choice((2, 4, 20, 100)),
+        insync_min=insync_min,
     )
 
 
@@ -85,11 +86,12 @@ class Cluster:
         self.network = Network(self.loop, seed)
         self.history = History()
         self.witness = Witness(self.loop)
-        settings: dict[str, object] = {"timing": timing(rng), "is_synced": rng.random() < 0.7}
+        self.wish = NODES[: rng.choice((1, 2, 2, 3, 3, 3))]
+        insync_min = rng.choice((1, 1, 1, min(2, len(self.wish))))
+        settings: dict[str, object] = {"timing": timing(rng, insync_min), "is_synced": rng.random() < 0.7}
         settings["disk_max_ns"] = rng.choice((1, 3, 20, 200)) * MS
         settings |= changes
         self.settings = Settings(**settings)  # type: ignore[arg-type]
-        self.wish = NODES[: rng.choice((1, 2, 2, 3, 3, 3))]
         self.lost: set[Member] = set()
         self._claims: dict[str, frozenset[Member]] = {}
         self.nodes: dict[str, Node] = {}
@@ -361,6 +363,7 @@ class Cluster:
         report.reads = sum(client.counts["read"] for client in self.clients)
         report.epochs = self.config.epoch if self.config is not None else 0
         report.entries = witness.reference.index
+        report.restores = witness.restores
         report.steps = self.loop.steps
         report.virtual_ns = self.loop.now_ns
         for chain in (*DURABLE, *CACHE):

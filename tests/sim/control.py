@@ -41,11 +41,15 @@ class Server:
         self._store = store
         self._watchers: set[str] = set()
         self._told = store.revision
+        self._taken: set[tuple[str, int]] = set()
         network.attach(SERVER, process, self._receive)
 
     def _receive(self, source: str, message: Any) -> None:
         number, call, arguments = message
         self._watchers.add(source)
+        if (source, number) in self._taken:  # a copy: no engine repeats a change
+            return
+        self._taken.add((source, number))
         try:
             answer: Any = (number, "ok", getattr(self, f"_{call}")(*arguments))
         except Conflict as exc:

@@ -198,10 +198,14 @@ def _control_gone(cluster: Cluster, rng: random.Random, span_ns: int) -> None:
 
 
 def _noise(cluster: Cluster, rng: random.Random, span_ns: int) -> None:
-    """Loss, copies and delay between nodes."""
+    """Loss, copies and delay between nodes, or between a client and all nodes."""
     drop, duplicate = rng.choice((0.0, 0.05, 0.3)), rng.choice((0.0, 0.1, 0.5))
     late, late_max_ns = rng.choice((0.0, 0.1, 0.5)), rng.choice((20, 300, 1500)) * MS
     ways = [way for way in sorted(cluster.network.links) if SERVER not in way]
+    if rng.random() < 0.4:  # clients' connections break instead
+        client = rng.choice(cluster.clients).name
+        doors = [f"{name}.door" for name in sorted(cluster.hosts)]
+        ways = [(client, door) for door in doors] + [(door, client) for door in doors]
     cluster.did("noise", f"drop {drop} duplicate {duplicate} late {late} to {late_max_ns / 1e6:.0f} ms")
     _shape(cluster, ways, span_ns, drop=drop, duplicate=duplicate, late=late, late_max_ns=late_max_ns)
 
@@ -247,7 +251,7 @@ def _wish(cluster: Cluster, rng: random.Random, span_ns: int) -> None:
     """Other nodes are to hold the shard."""
     names = sorted(cluster.hosts)
     rng.shuffle(names)
-    names = names[: rng.randint(1, 3)]
+    names = names[: rng.randint(cluster.settings.timing.insync_min, 3)]
     cluster.did("other members", ", ".join(names))
     cluster.set_wish(tuple(names))
 

@@ -22,7 +22,7 @@ def test_a_slice_of_the_seeds_has_no_violation() -> None:
     """Goal: the guarantees of docs/correctness.md. Method: seeds from a hundred thousand on; all that is checked is
     listed in tests/sim/cluster.py. The runs must also do what they are for: all faults, takeovers, unknown outcomes."""
     faults: Counter[str] = Counter()
-    epochs = unknown = reads = spent = 0
+    epochs = unknown = reads = spent = restores = 0
     for seed in range(100_000, 100_000 + SLICE):
         report = run(seed)
         assert report.violations == [], f"python scripts/simulate_faults.py --first-seed {seed} --seeds 1 --timeline"
@@ -31,11 +31,13 @@ def test_a_slice_of_the_seeds_has_no_violation() -> None:
         epochs += report.epochs
         unknown += report.unknown
         reads += report.reads
+        restores += report.restores
         spent += report.is_spent
     assert faults.keys() == KINDS.keys()
     assert epochs > 1.5 * SLICE
     assert unknown > SLICE
     assert reads > 5 * SLICE
+    assert restores > SLICE // 4
     assert spent <= SLICE // 100
 
 

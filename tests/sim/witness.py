@@ -49,6 +49,7 @@ class Witness:
         self.reference = Chains()
         self._entries: list[Entry] = []
         self._serving: dict[str, tuple[Server, int, int]] = {}
+        self.restores = 0
         self._watermarks: dict[str, int] = {}
 
     def complain(self, what: str) -> None:
@@ -72,6 +73,7 @@ class Witness:
 
     def restored(self, name: str, index: int, epoch: int, state: dict[str, Contents]) -> None:
         """A node took a snapshot, or started from one."""
+        self.restores += 1
         if index > len(self._entries):
             self.complain(f"I4: {name} restored index {index}, nobody applied more than {len(self._entries)}")
         elif index and self._entries[index - 1].epoch != epoch:
