@@ -67,7 +67,7 @@ async def _rounds(nodes: list[NodeProcess], start: Any, count: int, value: int, 
         for at in range(0, count, CHAIN):
             some = keys[at : at + CHAIN]
             assert (await kv.put_many(some, pages[: len(some)], "chain", durable=True)).ok
-    series = {name: Series() for name in ("index", "sums", "limit", "start to ready")}
+    series = {name: Series() for name in ("index", "index, CPU", "sums", "limit", "start to ready")}
     for _ in range(rounds):
         nodes[0].process.kill()
         nodes[0].process.wait()
@@ -78,6 +78,7 @@ async def _rounds(nodes: list[NodeProcess], start: Any, count: int, value: int, 
         said = _recovered(nodes[0])
         assert (said["blocks"], said["lost"]) == (count, 0), said
         series["index"].start_round().append(int(said["index_s"] * 1e9))
+        series["index, CPU"].start_round().append(int(said["index_cpu_s"] * 1e9))
         series["sums"].start_round().append(int(said["sums_s"] * 1e9))
         series["limit"].start_round().append(_sum_ns(count * value))
     async with client(nodes) as kv:
@@ -87,7 +88,7 @@ async def _rounds(nodes: list[NodeProcess], start: Any, count: int, value: int, 
             assert (await kv.get_many(some, into[: len(some)])).hits == len(some)
             assert (into[: len(some)] == pages[: len(some)]).all()
     found = []
-    for op in ("index", "sums", "start to ready"):
+    for op in ("index", "index, CPU", "sums", "start to ready"):
         limit = {"limit": series["limit"], "limit_name": "sum of as many bytes, one thread"} if op == "sums" else {}
         found.append(row("restart", op, series[op], path="none", batch=count, verified=True, **limit))
     return found

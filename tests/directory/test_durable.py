@@ -153,6 +153,16 @@ def test_damage_takes_what_is_staged_below_along() -> None:
     assert shell.visible(keys) == [0, 0, 0] and shell.core.stats().durable_blocks == 0
 
 
+def test_damage_to_a_block_that_is_becoming_durable_is_named_for_the_log() -> None:
+    """Goal: what the log calls durable is so, or logged as gone. Method: damage between an upgrade's two steps."""
+    shell, keys = Shell(), chain(2)
+    shell.put(keys)
+    reply = _stage(shell, keys)
+    gone = shell(events.Drop(keys[0]))
+    assert (gone.blocks, gone.left) == (2, keys[1] + keys[0])
+    assert shell(events.Settle(reply.batch)).left == b"" and shell.core.stats().durable_blocks == 0
+
+
 def test_a_full_table_and_a_full_stage_are_said() -> None:
     """Goal: bounds have answers. Method: a table of 4 slots; a stage of 2 blocks."""
     shell = Shell(4)

@@ -113,3 +113,27 @@ def _flip(node: Node, key: bytes) -> None:
     records, found = node.store.directory.lookup(key)
     assert found[0]
     node.store.segment.view[int(records["offset"][0]) + 777] ^= 4
+
+
+async def test_the_log_is_kept_short_by_snapshots(again: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: a journal grown past what is alive is replaced by a snapshot beside serving, and a start from it is
+    the same. Method: the bound lowered to 64 KiB; three lives of puts and deletes; each finds what the last had."""
+    monkeypatch.setattr("ucxkv.node.durable._SNAPSHOT_BYTES_MIN", 64 << 10)
+    kept: dict[bytes, bytes] = {}
+    for number in range(3):
+        async with life(again) as (node, kv):
+            got = await kv.get_many(list(kept))
+            assert got.values == list(kept.values())
+            for turn in range(30):
+                k = keys(60)
+                values = [bytes([number, turn, i]) * 40 for i in range(60)]
+                assert (await kv.put_many(k, values, "chain", durable=True)).ok
+                assert (await kv.delete(k[5:])).tolist() == [ucxkv.DeleteStatus.DELETED] * 55
+                kept.update(zip(k[:5], values, strict=False))
+
+            async def has_one() -> bool:
+                return (await kv.status())[0].numbers["journal_snapshots"] > 0
+
+            await wait_until(has_one, "a snapshot", 30)
+            assert node.store.directory.stats().durable_blocks == len(kept)
+    assert list((again.folder / "journal").glob("snapshot-*"))

@@ -378,7 +378,7 @@ class BlockCalls:
         return Ticket(self._loop, self.get_many(keys, into, deadline_s=deadline_s))
 
     def submit_put(
-        self, keys: Keys, blocks: object, parents: Keys | Literal["chain"] | None = None
+        self, keys: Keys, blocks: object, parents: Keys | Literal["chain"] | None = None, *, durable: bool = False
     ) -> Ticket[PutResult]:
         """Start a `put_many` from any thread but the loop's; complete it by poll, eventfd or result."""
-        return Ticket(self._loop, self.put_many(keys, blocks, parents))
+        return Ticket(self._loop, self.put_many(keys, blocks, parents, durable=durable))

@@ -78,6 +78,7 @@ class Keeping:
             why=self.memory.why_empty if recovery.lost else "",
             held_bytes=recovery.held_bytes,
             index_s=round(recovery.index_s, 3),
+            index_cpu_s=round(recovery.index_cpu_s, 3),
             sums_s=round(recovery.sums_s, 3),
         )
         return durable
