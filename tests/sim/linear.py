@@ -4,8 +4,8 @@ of a chain of blocks.
 An operation takes effect at one moment between its call and its return; one of unknown outcome at any moment after its
 call, or never. The search places operations one by one: next may come only what was called before the earliest return
 among those not yet placed. A pair (known operations placed, state) is tried again only with unknown ones left that were
-used up before. What is possible now and leaves the state as it is, is placed at once and never tried elsewhere: any
-order that places it later stays valid when it is moved here.
+used up before. A mere read (its answer says that it changed nothing) that is possible now is placed at once and never
+tried elsewhere: any order that places it later stays valid when it is moved here.
 
 The chain: its state is the tuple of the visible blocks' contents, from the root on. A `cache` chain's tail may leave
 at any moment. Such departures are placed as late as possible: from a longer state one can always reach the shorter
@@ -40,6 +40,10 @@ class Model(Protocol):
         """The states in which `operation` may leave the object while answering its result; none if it cannot."""
         ...
 
+    def is_read(self, operation: Operation) -> bool:
+        """Whether its result says that it changed nothing."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -65,6 +69,7 @@ def check(operations: Sequence[Operation], model: Model, *, configurations_limit
     count = len(ops)
     called = [op.called for op in ops]
     known = [op.is_known for op in ops]
+    reads = [op.is_known and model.is_read(op) for op in ops]
     need = sum(1 << at for at in range(count) if known[at])
     by_return = sorted((op.returned, at) for at, op in enumerate(ops) if op.returned is not None)
     step = model.step
@@ -78,7 +83,7 @@ def check(operations: Sequence[Operation], model: Model, *, configurations_limit
         placed, state, returned, trail = stack.pop()
         moved = True
         candidates: list[int] = []
-        while moved:  # place what is possible now and changes nothing
+        while moved:  # place the reads that are possible now
             moved = False
             if placed & need == need:
                 return Verdict(True, tried)
@@ -91,7 +96,7 @@ def check(operations: Sequence[Operation], model: Model, *, configurations_limit
                     break
                 if placed >> at & 1:
                     continue
-                if known[at] and state in step(state, ops[at]):
+                if reads[at] and state in step(state, ops[at]):
                     placed |= 1 << at
                     trail = (at, trail)
                     moved = True
@@ -150,6 +155,10 @@ class ChainModel:
             return self._delete(state, operation.argument, operation)
         assert operation.name == "look", operation
         return self._look(state, operation.argument, operation)
+
+    def is_read(self, operation: Operation) -> bool:
+        """See Model. A put that stored is none, also where its content stands already: that block may have left."""
+        return operation.result not in ("stored", "deleted")
 
     def _put(self, state: tuple[Any, ...], index: int, content: Any, operation: Operation) -> list[tuple[Any, ...]]:
         length = len(state)
