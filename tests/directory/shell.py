@@ -16,8 +16,8 @@ SECOND = 10**9
 class Shell:
     """A directory with a clock and an allocator that never reuses an extent."""
 
-    def __init__(self, capacity: int = 256, *, grace_ns: int = 0, limits: Limits | None = None) -> None:
-        table = SlotTable(aligned(table_bytes(capacity)), capacity, epoch=1, seed=11)
+    def __init__(self, capacity: int = 256, *, grace_ns: int = 0, limits: Limits | None = None, lines: int = 0) -> None:
+        table = SlotTable(aligned(table_bytes(capacity, lines)), capacity, epoch=1, seed=11, lines=lines)
         self.core = Directory(table, grace_ns=grace_ns, limits=limits)
         self.now = 5 * SECOND
         self.offset = 0

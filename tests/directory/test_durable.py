@@ -173,6 +173,19 @@ def test_a_full_table_and_a_full_stage_are_said() -> None:
     assert _stage(small, chain(3)).status.tolist() == [0, 0, PutStatus.BUSY]
 
 
+def test_a_block_that_the_index_has_no_room_for_is_logged_as_gone_with_what_is_below() -> None:
+    """Goal: also the rare end of a put that was logged is an answer that a replay agrees with. Method: an index of one
+    line (7 entries), a chain of ten in two batches; seven are there, the rest is NO_SPACE or ORDER and named."""
+    shell, keys = Shell(16, lines=1), chain(10)
+    first, second = _stage(shell, keys[:9]), _stage(shell, [keys[9]], keys[8])
+    settled = shell(events.Settle(first.batch))
+    assert settled.status.tolist() == [0] * 7 + [PutStatus.NO_SPACE, PutStatus.ORDER]
+    assert settled.left == keys[7] + keys[8] and shell.visible(keys) == [1] * 7 + [0] * 3
+    last = shell(events.Settle(second.batch))
+    assert last.status.tolist() == [PutStatus.ORDER] and last.left == keys[9]
+    assert shell.core.stats().durable_blocks == 7
+
+
 def test_blocks_come_back_without_holes() -> None:
     """Goal: a restored directory is one that never stopped. Method: rows of a chain and a fork, one with bad bytes;
     what hangs below it is ORDER; the rest is there, durable, and takes children and deletes."""

@@ -232,6 +232,15 @@ class Directory:
         self.bytes += length
         self._totals["stored"] += 1
 
+    def arrived_all(self, slots: list[int], nbytes: int, now_ns: int) -> None:
+        """Blocks have become visible that something holds; the caller has set what and their parents."""
+        clock, last_use = self.clock(now_ns), self.last_use
+        for slot in slots:
+            last_use[slot] = clock
+        self.blocks += len(slots)
+        self.bytes += nbytes
+        self._totals["stored"] += len(slots)
+
     def whole(self, slot: int) -> tuple[list[ev.Extent], list[int]]:
         """All extents of a block, and the slots to hide: itself, then its derived ones."""
         words = self.words

@@ -206,6 +206,7 @@ class DurableWriter:
         failed: list[Staged] = []
         for block in batch.blocks:
             del self.staged[block.key]
+        for block in [] if self._show_all(batch.blocks, now_ns) else batch.blocks:
             status = PutStatus.ORDER if block.is_doomed else self._show(block, now_ns)
             if status is not PutStatus.STORED:
                 batch.status[block.at] = status
@@ -216,6 +217,27 @@ class DurableWriter:
             del self.leaving[slot]
             directory.unhold(slot)
         return ev.SettleReply(batch.status, b"".join(block.key for block in failed), going)
+
+    def _show_all(self, blocks: list[Staged], now_ns: int) -> bool:
+        """Publish them in their order, parents first; False, and nothing done, when one of them cannot be."""
+        if not blocks or any(block.is_doomed for block in blocks):
+            return False
+        directory = self._directory
+        slots = directory.table.publish(b"".join([block.record for block in blocks])).tolist()
+        if min(slots) < 0:
+            directory.table.hide(np.array([slot for slot in reversed(slots) if slot >= 0], np.int32))
+            return False
+        nbytes = 0
+        for block, slot in zip(blocks, slots, strict=True):
+            directory.parent[slot] = block.parent_slot & NONE
+            directory.holds[slot] = DURABLE + len(block.children)
+            for child in block.children:
+                child.above, child.parent_slot = None, slot
+            nbytes += block.extent[2]
+        directory.arrived_all(slots, nbytes, now_ns)
+        self.blocks += len(slots)
+        self.bytes += nbytes
+        return True
 
     def _show(self, block: Staged, now_ns: int) -> PutStatus:
         """Publish a block whose parent is visible."""
