@@ -266,3 +266,30 @@ async def test_opening_and_closing_leaves_no_descriptor_and_no_thread(tmp_path: 
         await refused(tmp_path)
     await wait_until(lambda: threading.active_count() <= threads, "threads ended")
     assert open_files() == before
+
+
+def test_a_second_connection_of_a_process_keeps_the_locks_of_the_first(tmp_path: Path) -> None:
+    """Goal: one file, not two: a process's watch opens the file anew, and POSIX locks end with any close. Method: two
+    connections here; other processes open, look and leave, the last of whom would take the log away if it thought
+    itself alone; then everybody sees everybody's changes.
+    """
+    path = tmp_path / "c.db"
+    look = (
+        "import sys; from pathlib import Path; from ucxkv.control.sqlite_file import SqliteFile\n"
+        "f = SqliteFile(Path(sys.argv[1])); print(len(f.list('')[0])); f.close()"
+    )
+
+    def others_see() -> int:
+        seen = subprocess.run([sys.executable, "-c", look, path], capture_output=True, text=True, check=True)
+        return int(seen.stdout)
+
+    first, second = SqliteFile(path), SqliteFile(path)
+    try:
+        for i in range(3):
+            first.compare_and_set(f"first/{i}", 0, b"v", 0)
+            assert others_see() == 2 * i + 1
+            second.compare_and_set(f"second/{i}", 0, b"v", 0)
+            assert others_see() == len(first.list("")[0]) == len(second.list("")[0]) == 2 * i + 2
+    finally:
+        first.close()
+        second.close()

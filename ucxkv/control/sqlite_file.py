@@ -64,7 +64,9 @@ class SqliteFile:
         self._data_version = -1
         self._first_end_ns: int | None = None
         try:
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            if not path.exists():  # never open what is there: closing it ends this process's locks on it, SQLite's too
+                with contextlib.suppress(FileExistsError):
+                    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             self._inode = self._inode_now()
             self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
         except OSError as exc:
