@@ -160,10 +160,13 @@ class GrantTable:
         return freed + extents
 
     def _forget(self, extents: Iterable[Extent]) -> None:
+        offsets_of: dict[int, list[int]] = {}
         for extent in extents:
             del self._holder[_place(extent.segment, extent.offset)]
-            if self._ledger is not None:
-                self._ledger.remove([extent.offset], extent.length)
+            offsets_of.setdefault(extent.length, []).append(extent.offset)
+        if self._ledger is not None:
+            for length, offsets in offsets_of.items():
+                self._ledger.remove(offsets, length)
 
     # ---- what is held, for decisions and metrics
 

@@ -22,6 +22,8 @@ from .slabs import UNIT_BYTES
 __all__ = ["GrantLedger", "ledger_bytes"]
 
 _SPAN_MAX = 8
+_FEW = 4
+"""Up to so many extents a loop is faster than arrays."""
 
 
 def ledger_bytes(segment_bytes: int) -> int:
@@ -34,28 +36,35 @@ class GrantLedger:
 
     def __init__(self, memory: memoryview) -> None:
         self._counts: npt.NDArray[np.uint32] | None = np.frombuffer(memory, np.uint32)
+        self._cells = memory.cast("I")
 
     def add(self, offsets: Sequence[int], length: int) -> None:
         """Extents of `length` bytes at these offsets are about to be lent."""
-        self._change(offsets, length, np.uint32(1))
+        self._change(offsets, length, 1)
 
     def remove(self, offsets: Sequence[int], length: int) -> None:
         """They are no longer."""
-        self._change(offsets, length, np.uint32(0xFFFFFFFF))
+        self._change(offsets, length, -1)
 
-    def _change(self, offsets: Sequence[int], length: int, by: np.uint32) -> None:
-        counts = self._counts
+    def _change(self, offsets: Sequence[int], length: int, by: int) -> None:
+        counts, cells = self._counts, self._cells
         if counts is None or not offsets:
             return
+        if len(offsets) <= _FEW:
+            for offset in offsets:
+                for unit in range(offset // UNIT_BYTES, (offset + length - 1) // UNIT_BYTES + 1):
+                    cells[unit] += by
+            return
+        step = np.uint32(by % (1 << 32))
         starts = np.asarray(offsets, np.int64)
         first, last = starts // UNIT_BYTES, (starts + length - 1) // UNIT_BYTES
         span = int((last - first).max()) + 1
         if span > _SPAN_MAX:
             for one, other in zip(first.tolist(), last.tolist(), strict=True):
-                counts[one : other + 1] += by
+                counts[one : other + 1] += step
             return
-        for step in range(span):
-            np.add.at(counts, first[first + step <= last] + step, by)
+        for unit in range(span):
+            np.add.at(counts, first[first + unit <= last] + unit, step)
 
     def units(self) -> list[int]:
         """The units that are counted, ascending."""
@@ -74,3 +83,4 @@ class GrantLedger:
     def close(self) -> None:
         """Leave the counts as they are from now on: who holds what still holds it when this process is gone."""
         self._counts = None
+        self._cells = memoryview(b"").cast("I")

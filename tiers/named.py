@@ -42,9 +42,14 @@ class NamedSegment(HostSegment):
         self._lent = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             _lock(self._lent, fcntl.F_OFD_SETLK, fcntl.F_RDLCK, incarnation, 1)
-        except OSError:
+        except OSError as exc:
             os.close(self._lent)
-            raise
+            raise SetupFailed(
+                f"segment file {path}",
+                found=f"no locks of open file descriptions ({exc})",
+                needed="Linux 3.15 or newer, itself and not a sandbox's imitation of it",
+                fix="run the node without durability, or outside of that sandbox",
+            ) from exc
 
     @classmethod
     def create_file(

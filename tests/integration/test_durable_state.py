@@ -137,3 +137,22 @@ async def test_the_log_is_kept_short_by_snapshots(again: Lives, monkeypatch: pyt
             await wait_until(has_one, "a snapshot", 30)
             assert node.store.directory.stats().durable_blocks == len(kept)
     assert list((again.folder / "journal").glob("snapshot-*"))
+
+
+async def test_a_journal_that_is_damaged_in_its_middle_is_refused_and_kept(again: Lives) -> None:
+    """Goal: what was acknowledged is not given up behind the operator's back. Method: flip a bit in the middle of the
+    log: refused twice, with the place; flip it back: all is there."""
+    k = keys(10)
+    async with life(again) as (_, kv):
+        for key in k:
+            assert await kv.put(key, b"v" * 3000, durable=True) is PutStatus.STORED
+    log = max((again.folder / "journal").glob("log-*"), key=lambda path: path.stat().st_size)
+    raw = log.read_bytes()
+    at = raw.index(k[5])
+    log.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+    for _ in range(2):
+        with pytest.raises(ucxkv.SetupError, match=r"journal in .* is damaged"):
+            await Node(again.config()).start()
+    log.write_bytes(raw)
+    async with life(again) as (_, kv):
+        assert (await kv.exists_many(k)).all()

@@ -19,6 +19,7 @@ import numpy as np
 from ucxkv.directory import PutStatus, events
 from ucxkv.directory.log import LogError, Replay
 from ucxkv.errors import IntegrityError, SetupError
+from ucxkv.journal import StopKind
 from ucxkv.tiers import copy as tier_copy
 from ucxkv.tiers.base import ForeignExtent
 from ucxkv.tiers.slabs import PLACE_DTYPE
@@ -101,6 +102,13 @@ def recover(store: HostStore, state: NodeState, memory: NodeMemory, journal: Rec
 
 
 def _replayed(state: NodeState, journal: Recovered) -> Records:
+    if journal.stopped.kind is StopKind.DAMAGED:
+        raise SetupError(
+            f"the journal in {state.journal_folder} is damaged: what was acknowledged after that place cannot be read",
+            found=str(journal.stopped),
+            needed="the files as they were written",
+            fix=f"put them back from a copy; or give the blocks up: `ucxkv forget {state.folder}`",
+        )
     replay = Replay()
     try:
         for chunk in journal.snapshot:
