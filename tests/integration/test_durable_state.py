@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 
 import pytest
@@ -13,6 +15,7 @@ from tests.harness import wait_until
 from tests.integration.durable_nodes import MIB, Lives, life
 from ucxkv import PutStatus
 from ucxkv.node import Node
+from ucxkv.node.state import NodeState
 
 
 async def test_state_of_another_node_or_size_is_refused_and_kept(again: Lives) -> None:
@@ -156,3 +159,33 @@ async def test_a_journal_that_is_damaged_in_its_middle_is_refused_and_kept(again
     log.write_bytes(raw)
     async with life(again) as (_, kv):
         assert (await kv.exists_many(k)).all()
+
+
+async def test_many_short_lives_do_not_let_the_log_grow(again: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: what a life did not snapshot the next one counts. Method: the bound lowered to 64 KiB; lives that log 20
+    KiB each; within six a snapshot is written."""
+    monkeypatch.setattr("ucxkv.node.durable._SNAPSHOT_BYTES_MIN", 64 << 10)
+    for _ in range(6):
+        async with life(again) as (_, kv):
+            k = keys(250)
+            assert (await kv.put_many(k, blocks(250, 64), "chain", durable=True)).ok
+            assert (await kv.delete(k)).tolist() == [ucxkv.DeleteStatus.DELETED] * 250
+            await asyncio.sleep(0.2)
+    assert list((again.folder / "journal").glob("snapshot-*"))
+
+
+async def test_a_reboot_is_named_as_the_cause(again: Lives) -> None:
+    """Goal: the operator reads why blocks are gone. Method: another boot id in the state, and no segment."""
+    async with life(again) as (_, kv):
+        assert await kv.put(keys(1)[0], b"v", durable=True) is PutStatus.STORED
+    state = again.folder / "node.json"
+    said = json.loads(state.read_bytes())
+    state.write_text(json.dumps({**said, "boot": "another"}))
+    again.segment().unlink()
+    opened = NodeState.open(again.config(), 1)
+    try:
+        memory = opened.take_memory("auto")
+        assert "started anew" in memory.why_empty and memory.held_units == []
+        memory.close()
+    finally:
+        opened.close()

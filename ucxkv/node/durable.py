@@ -93,6 +93,7 @@ class DurableLog:
         for at in range(0, len(records), _RECORDS_AT_ONCE):
             await self._journal.committed(self._journal.append(self._store.epoch, records[at : at + _RECORDS_AT_ONCE]))
         self._settled_lsn = self._journal.last_lsn
+        self._snapshot_at = -recovery.log_bytes
         self.counts["durable_lost"] = recovery.lost_blocks
         self._store.on_left = self._left
         self._journal.on_failed(self._fail)

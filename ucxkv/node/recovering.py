@@ -44,7 +44,7 @@ class Recovery:
 
     damaged: blocks whose bytes are not what was put; the other lost ones hung below, or all bytes are gone.
     index_s: reading the journal and building the directory; index_cpu_s: this thread's share. sums_s: proving the
-    bytes.
+    bytes. log_bytes: of the records behind the snapshot.
     """
 
     blocks: int
@@ -54,6 +54,7 @@ class Recovery:
     index_cpu_s: float
     sums_s: float
     held_bytes: int
+    log_bytes: int
 
     @property
     def lost_blocks(self) -> int:
@@ -64,7 +65,7 @@ class Recovery:
 def recover(store: HostStore, state: NodeState, memory: NodeMemory, journal: Recovered) -> Recovery:
     """Take in what the journal of `state` says, into a store on `memory` that has nothing yet. Raises SetupError."""
     began, cpu_s = time.monotonic(), time.thread_time()
-    rows = _replayed(state, journal)
+    rows, log_bytes = _replayed(state, journal)
     if len(rows) > store.table.capacity:
         raise SetupError(
             "the slot table is too small for the durable blocks of before",
@@ -98,10 +99,12 @@ def recover(store: HostStore, state: NodeState, memory: NodeMemory, journal: Rec
         index_cpu_s=time.thread_time() - cpu_s,
         sums_s=proved - read,
         held_bytes=held_bytes,
+        log_bytes=log_bytes,
     )
 
 
-def _replayed(state: NodeState, journal: Recovered) -> Records:
+def _replayed(state: NodeState, journal: Recovered) -> tuple[Records, int]:
+    """What the journal comes to, and how many bytes of it came after its snapshot."""
     if journal.stopped.kind is StopKind.DAMAGED:
         raise SetupError(
             f"the journal in {state.journal_folder} is damaged: what was acknowledged after that place cannot be read",
@@ -109,12 +112,13 @@ def _replayed(state: NodeState, journal: Recovered) -> Records:
             needed="the files as they were written",
             fix=f"put them back from a copy; or give the blocks up: `ucxkv forget {state.folder}`",
         )
-    replay = Replay()
+    replay, log_bytes = Replay(), 0
     try:
         for chunk in journal.snapshot:
             replay.feed(chunk)
         for _, _, record in journal.records:
             replay.feed(record)
+            log_bytes += len(record)
     except (LogError, IntegrityError) as exc:
         raise SetupError(
             f"the journal in {state.journal_folder} cannot be read",
@@ -122,7 +126,7 @@ def _replayed(state: NodeState, journal: Recovered) -> Records:
             needed="records of this version of ucxkv",
             fix=f"run the version that wrote it; to give the blocks up: `ucxkv forget {state.folder}`",
         ) from exc
-    return replay.rows()
+    return replay.rows(), log_bytes
 
 
 def _proven(store: HostStore, rows: Records) -> npt.NDArray[np.uint8]:
