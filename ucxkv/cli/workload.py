@@ -49,14 +49,17 @@ class Workload:
         server_cpu: ServerCpu | None = None,
         budget_s: float = 0.0,
         copier: Copier | None = None,
+        durable: bool = False,
     ) -> None:
         """kv: a connected client; nbytes: size of a block, a multiple of 8; count: blocks in the working set.
 
         The nodes' CPU time is counted from their processes on this host, or by what server_cpu answers (nanoseconds so
         far, None = unknown). budget_s: about how long the rounds of one row may take, within the calls asked for; 0 =
         no bound. copier: its blocks u8[count, nbytes] are used, and it stays the caller's; None = one of its own.
+        durable: of the puts that are measured.
         """
         self.kv, self.nbytes, self.count, self._budget_s = kv, nbytes, count, budget_s
+        self._durable = durable
         self._pids = list(pids)
         self._server_cpu = server_cpu or self._pids_cpu
         self._random = random.Random(seed)
@@ -221,13 +224,13 @@ class Workload:
                 if batch == 1:
                     key, block = self.keys[chosen[0]].tobytes(), self.into[chosen[0]]
                     start = time.perf_counter_ns()
-                    status = await self.kv.put(key, block)
+                    status = await self.kv.put(key, block, durable=self._durable)
                     times.append(time.perf_counter_ns() - start)
                     results.append(PutResult(np.asarray([status], np.uint8)))
                 else:
                     keys, blocks = self.keys[chosen], pool[np.asarray(chosen)]
                     start = time.perf_counter_ns()
-                    results.append(await self.kv.put_many(keys, blocks))
+                    results.append(await self.kv.put_many(keys, blocks, durable=self._durable))
                     times.append(time.perf_counter_ns() - start)
 
         await self._time(measured, lambda: _together(caller, at_once))
