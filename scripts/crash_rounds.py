@@ -10,6 +10,7 @@ every key that was ever named is read. Counted as violations:
     back    acknowledged as deleted, and there
     wrong   bytes that are not the key's
     hole    a block without its parent (I1)
+    refused the node does not start on what it left
 
 What was asked and not answered may be there or not (and is from then on what it was found to be). Exit code 1 on any
 violation; the seed is printed and gives the same choices, though not the same moments.
@@ -37,11 +38,13 @@ from crash_writer import key_of, value_of
 
 import ucxkv
 from ucxkv.cli.launch import NodeProcess, start_node
+from ucxkv.errors import SetupError
 from ucxkv.node.state import forget
 
 HERE = Path(__file__).resolve().parent
 STORED, ALREADY = int(ucxkv.PutStatus.STORED), int(ucxkv.PutStatus.ALREADY)
 READY_S, WRITER_S = 120.0, 120.0
+_VIOLATIONS = ("lost", "back", "wrong", "hole", "refused")
 Block = tuple[int, int, int]
 
 
@@ -97,7 +100,7 @@ class Rounds:
         self.rnd = random.Random(arguments.seed)
         self.folder = Path(tempfile.mkdtemp(prefix="ucxkv-crash-"))
         self.ledger = Ledger()
-        self.counts: Counter[str] = Counter(lost=0, back=0, wrong=0, hole=0)
+        self.counts: Counter[str] = Counter(dict.fromkeys(_VIOLATIONS, 0))
         self.writers: list[subprocess.Popen[str]] = []
         self.examples: list[str] = []
         self._node: NodeProcess | None = None
@@ -105,7 +108,7 @@ class Rounds:
     @property
     def violations(self) -> int:
         """Of all kinds."""
-        return sum(self.counts[kind] for kind in ("lost", "back", "wrong", "hole"))
+        return sum(self.counts[kind] for kind in _VIOLATIONS)
 
     def _start(self) -> NodeProcess:
         node = start_node(
@@ -136,7 +139,11 @@ class Rounds:
         node = self._start()
         node.wait_ready(time.monotonic() + READY_S)
         for number in range(1, self.arguments.rounds + 1):
-            node = self._round(node)
+            try:
+                node = self._round(node)
+            except SetupError as exc:
+                self.counts["refused"] += 1
+                self.examples.append(f"refused: {exc}")
             if not self.arguments.json:
                 print(f"round {number}: {self._summary()}", file=sys.stderr, flush=True)
             if self.violations:
