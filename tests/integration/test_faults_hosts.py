@@ -21,7 +21,7 @@ from tests.faults import POISON, bounded, clean, works
 from tests.harness import open_files, wait_until
 from tests.hosts import Hosts, in_host
 from tests.writer import Writer
-from ucxkv import PutStatus, ReadStatus
+from ucxkv import PathKind, PutStatus, ReadStatus
 
 pytestmark = [pytest.mark.hosts, pytest.mark.faults]
 
@@ -321,16 +321,24 @@ async def test_a_full_backlog_refuses_in_time_and_recovers(hosts: Hosts) -> None
 
 
 @in_host("b")
-@pytest.mark.parametrize("path", ["network", "rma"])
-async def test_a_thousand_pending_operations_end_when_their_endpoint_dies(hosts: Hosts, path: str) -> None:
-    """Method: 1,000 gets, look-ups and puts wait behind a partition, the node is killed, the cable comes back:
-    every one
+async def test_one_sided_reads_are_refused_where_the_node_would_have_to_answer_them(hosts: Hosts) -> None:
+    """Goal: no client's end is the node's (UCX ends a process whose answer to an emulated read finds nobody)."""
+    with hosts.node("a", "n1", port=13_413) as node:
+        with pytest.raises(ucxkv.SetupError, match="no lane to this node can do them by itself"):
+            await ucxkv.connect(node.address, path="rma", timeout_s=30)
+        async with ucxkv.connect(node.address) as kv:
+            assert kv.peers()[0].path is PathKind.MESSAGE
+
+
+@in_host("b")
+async def test_a_thousand_pending_operations_end_when_their_endpoint_dies(hosts: Hosts) -> None:
+    """Method: 1,000 gets, look-ups and puts wait behind a partition, the node is killed, the cable comes back: each
     ends in its status, no buffer changes afterwards, a new node on the port is used.
     """
     port = 13_412
     files = open_files()
     with hosts.node("a", "n1", port=port) as node:
-        kv = await ucxkv.connect(node.address, path=path, timeout_s=30)
+        kv = await ucxkv.connect(node.address, path="network", timeout_s=30)
         k, b = keys(32), blocks(32, 40_000)
         assert (await kv.put_many(k, b)).ok
         hosts.unplug("a")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -120,10 +121,10 @@ async def test_a_tier_whose_blocks_are_all_leased_answers_by_the_deadline(node: 
     """User voice 18. Method: lease everything, 100 puts with a deadline: NO_SPACE; release: puts work again."""
     async with ucxkv.connect(node.address) as kv:
         k = keys(61)
-        assert (await kv.put_many(k, blocks(61, MIB - 4096))).stored > 50
+        assert (await kv.put_many(k, blocks(61, MIB - 4096))).stored > 40
         lines = node.log().count("\n")
         async with kv.lease(k, ttl_s=60) as lease:
-            assert lease.granted.sum() > 50
+            assert lease.granted.sum() > 40
             statuses = await asyncio.gather(*(kv.put(key, bytes(8 * MIB), deadline_s=0.5) for key in keys(100)))
             refused = [status for status in statuses if status is not PutStatus.STORED]
             assert len(refused) > 90 and set(refused) <= {PutStatus.NO_SPACE, PutStatus.UNAVAILABLE}
@@ -137,11 +138,18 @@ async def test_a_tier_whose_blocks_are_all_leased_answers_by_the_deadline(node: 
 
 
 async def test_a_put_with_a_short_deadline_does_not_wait_for_one_with_a_long_one(node: NodeProcess) -> None:
-    """Goal: each put has its own deadline. Method: full tier, a put of 30 s, then one of 0.2 s; cancel the first."""
+    """Goal: each put has its own deadline. Method: full tier, a put of 30 s, then one of 0.2 s; cancel the first. How
+    much of the tier is leased depends on what was evicted when: puts go on until none is stored.
+    """
     async with ucxkv.connect(node.address) as kv:
         k = keys(61)
         await kv.put_many(k, blocks(61, MIB - 4096))
-        async with kv.lease(k, ttl_s=60):
+        more = keys(10)
+        async with kv.lease(k, ttl_s=60), contextlib.AsyncExitStack() as leases:
+            for key in more:
+                if await kv.put(key, bytes(8 * MIB), deadline_s=0.2) is not PutStatus.STORED:
+                    break
+                await leases.enter_async_context(kv.lease([key], ttl_s=60))
             long = asyncio.create_task(kv.put(keys(1)[0], bytes(8 * MIB), deadline_s=30))
             await asyncio.sleep(0.05)
             short = await kv.put(keys(1)[0], bytes(8 * MIB), deadline_s=0.2)

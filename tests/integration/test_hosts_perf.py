@@ -51,6 +51,6 @@ def test_two_hosts_measure_over_their_network(hosts: Hosts, tmp_path: Path) -> N
     assert found["notices"] == []
     assert {row["backend"] for row in found["rows"]} == {"ucxkv", "ucx_perftest", "socket"}
     assert {row["wire"] for row in found["rows"]} == {"net"}
-    assert {row["path"] for row in found["rows"] if row["op"] == "get"} == {"message", "rma", "net"}
+    assert {row["path"] for row in found["rows"] if row["op"] == "get"} == {"message", "net"}
     assert {row["over"] for row in found["rows"] if row["backend"] == "socket"} == {"tcp"}
     assert all(row["verified"] for row in found["rows"] if row["backend"] != "ucx_perftest")

@@ -27,7 +27,7 @@ READY = "perf.ready"
 _SIZES = "8,512,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 _QUICK_SIZES = "8,16KiB,64KiB,1MiB,4MiB,64MiB"
 _PATHS = "auto,rma,message,network"
-_FAR_PATHS = "auto,rma"
+_FAR_PATHS = "auto"
 _PLOTS = (".png", ".html")
 
 
