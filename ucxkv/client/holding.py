@@ -1,6 +1,6 @@
 """Leases and views: blocks that stay where they are while somebody works with them.
 
-A lease is counted by this client from before it asked, by the node from after it had decided, and here a hundredth
+A lease is counted by this client from before it asked, by the node from after it had decided, and here two hundredths
 shorter, since two machines' clocks may drift apart by that much: it never seems alive here when it is over there. It is
 renewed in the background until it is released.
 """
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["Lease", "View"]
 
 _RENEW_SHARE = 1 / 3
-_KEPT_SHARE = 0.99
-"""Of a lease's time by the node's clock: what is left of it by ours, if that is the slower one (1 % drift)."""
+_KEPT_SHARE = 0.98
+"""Of a lease's time by the node's clock: what is left of it by ours, if that is the slower one (each is off by 1 %)."""
 
 
 def _until_ns(asked_ns: int, ttl_ms: int) -> int:
