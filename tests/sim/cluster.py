@@ -176,12 +176,16 @@ class Cluster:
         return NODES[0] if config is None else config.leader.name
 
     def claims(self, name: str) -> frozenset[Member]:
-        """Whose logs a node could prove, alive or by its disk."""
-        host = self.hosts[name]
-        if host.is_up and name in self.nodes:
+        """Whose logs a node proves, alive, or may prove by its disk: after a restart, also one whose journal failed."""
+        if self.hosts[name].is_up and name in self.nodes:
             node = self.nodes[name]
-            return frozenset() if node.replica.role.value == "failed" else frozenset(node.replica.claims)
+            return frozenset(node.replica.claims) | node.written_claims
         return self._claims.get(name, frozenset())
+
+    def proves(self, name: str) -> frozenset[Member]:
+        """Whose logs a node surely proves, now or after a restart."""
+        is_failed = self.hosts[name].is_up and self.nodes[name].replica.role.value == "failed"
+        return frozenset() if is_failed else self.claims(name)
 
     def may_lose(self, name: str) -> bool:
         """Whether another node still proves a member of the in-sync set."""
@@ -190,7 +194,7 @@ class Cluster:
             return False
         if not self.claims(name) & config.insync:
             return True
-        return any(self.claims(other) & config.insync for other in NODES if other != name)
+        return any(self.proves(other) & config.insync for other in NODES if other != name)
 
     def crash(self, name: str) -> bool:
         """kill -9; the disk's fate is decided at the restart."""

@@ -56,6 +56,15 @@ def _crash(cluster: Cluster, rng: random.Random, span_ns: int) -> None:
             cluster.loop.at(cluster.loop.now_ns + span_ns + late_ns, cluster.restart, (name, fate))
 
 
+def _power_cut(cluster: Cluster, rng: random.Random, span_ns: int) -> None:
+    """All nodes lose power at one moment, and come back one after the other."""
+    for name in sorted(cluster.hosts):
+        if cluster.crash(name):
+            cluster.did("power cut", name)
+        late_ns = span_ns + rng.randrange(MS, 400 * MS)
+        cluster.loop.at(cluster.loop.now_ns + late_ns, cluster.restart, (name, "torn"))
+
+
 def _freeze(cluster: Cluster, rng: random.Random, span_ns: int) -> None:
     name = _victim(cluster, rng)
     process = cluster.hosts[name].process
@@ -265,6 +274,7 @@ def _hand_over(cluster: Cluster, rng: random.Random, span_ns: int) -> None:
 
 KINDS: dict[str, Callable[[Cluster, random.Random, int], None]] = {
     "crash": _crash,
+    "power cut": _power_cut,
     "freeze": _freeze,
     "partition of nodes": _part_nodes,
     "partition from control plane": _part_control,

@@ -90,7 +90,7 @@ class Node:
         self.replica = self.settings.replica_class(self.member, self.settings.timing, self._remember())
         if self.settings.on_restart is not None and self.process.incarnation > 1:
             self.settings.on_restart(self.replica)
-        self._claims = self.journal.remembered.claims
+        self.written_claims = self.journal.remembered.claims
         self.network.attach(self.name, self.process, self._receive)
         self.door = Door(self)
         self.control = self.settings.control_class(self.process, self.network)
@@ -190,9 +190,9 @@ class Node:
         queue, self._queue = self._queue, []
         claims = queue[-1].claims
         self.journal.write(
-            claims if claims != self._claims else None, [entry for each in queue for entry in each.entries]
+            claims if claims != self.written_claims else None, [entry for each in queue for entry in each.entries]
         )
-        self._claims = claims
+        self.written_claims = claims
         self._is_writing = True
         settings = self.settings
         syncs = self.journal.sync_begin() if settings.is_synced else []
@@ -220,7 +220,7 @@ class Node:
         log = self.replica.log
         later = log.slice(self.chains.index + 1, log.last_index) if self.chains.index < log.last_index else []
         serial = self._queue[-1].serial if self._queue else 0
-        claims = self._queue[-1].claims if self._queue else self._claims
+        claims = self._queue[-1].claims if self._queue else self.written_claims
         self._replace(serial, claims, self.chains.index, self.chains.epoch, self.chains.snapshot(), later)
 
     def _restore(self, effect: ev.Restore) -> None:
@@ -235,7 +235,7 @@ class Node:
         if self._is_persist_failed:
             return
         self._queue = []
-        self._claims = claims
+        self.written_claims = claims
         self.journal.replace(claims, index, epoch, chunks, later)
         if serial:
             self.process.at(self.process.now_ns() + 10_000, self.handle, ev.Persisted(serial))
