@@ -168,8 +168,10 @@ if ((with_tests)); then
   etcd_server
   marks="not torch"
   ((quick)) && marks="not torch and not slow"
-  step "pytest" 1800 "$UCXKV_PYTHON" -m pytest -m "$marks" --durations=15 \
-    --junitxml="$reports/core.xml" ${pytest_args[@]+"${pytest_args[@]}"}
+  # most tests wait for processes and timers: one worker a core, whole files each, at most four
+  workers=$(nproc)
+  step "pytest" 1800 "$UCXKV_PYTHON" -m pytest -m "$marks" --durations=15 -n $((workers < 4 ? workers : 4)) \
+    --dist loadfile --junitxml="$reports/core.xml" ${pytest_args[@]+"${pytest_args[@]}"}
 fi
 if ((fault_runs)); then
   network_tools
