@@ -68,7 +68,7 @@ class Limit:
         self._handle = self._files.open("limit", create=True, direct=is_synced)
         self._block = np.zeros(2 * _BLOCK, np.uint8)
         start = -self._block.ctypes.data % _BLOCK
-        self._view = memoryview(self._block)[start : start + _BLOCK]
+        self._view = self._block.data[start : start + _BLOCK]
         for at in range(0, _LIMIT_BYTES, _BLOCK):
             self._files.write(self._handle, at, self._view)
         self._files.sync(self._handle)

@@ -89,8 +89,10 @@ async def _rounds(nodes: list[NodeProcess], start: Any, count: int, value: int, 
             assert (into[: len(some)] == pages[: len(some)]).all()
     found = []
     for op in ("index", "index, CPU", "sums", "start to ready"):
-        limit = {"limit": series["limit"], "limit_name": "sum of as many bytes, one thread"} if op == "sums" else {}
-        found.append(row("restart", op, series[op], path="none", batch=count, verified=True, **limit))
+        limit, name = (series["limit"], "sum of as many bytes, one thread") if op == "sums" else (None, "")
+        found.append(
+            row("restart", op, series[op], path="none", batch=count, verified=True, limit=limit, limit_name=name)
+        )
     return found
 
 
@@ -108,7 +110,7 @@ def _sum_ns(nbytes: int) -> int:
     piece = np.frombuffer(os.urandom(1 << 20) * 64, np.uint8)
     began = time.perf_counter_ns()
     for _ in range(max(1, nbytes // len(piece))):
-        tier_copy.sum_bytes(piece)
+        tier_copy.sum_bytes(piece.data)
     return time.perf_counter_ns() - began
 
 
