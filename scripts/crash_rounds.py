@@ -103,6 +103,7 @@ class Rounds:
         self.counts: Counter[str] = Counter(dict.fromkeys(_VIOLATIONS, 0))
         self.writers: list[subprocess.Popen[str]] = []
         self.examples: list[str] = []
+        self.name = f"crash-{os.getpid()}"
         self._node: NodeProcess | None = None
 
     @property
@@ -112,7 +113,7 @@ class Rounds:
 
     def _start(self) -> NodeProcess:
         node = start_node(
-            "crash",
+            self.name,
             host_bytes=self.arguments.host_bytes,
             arguments=["--durability", "process", "--state-dir", str(self.folder / "state")],
         )
@@ -266,6 +267,7 @@ class Rounds:
             "bench": "crash_rounds",
             "rounds": self.arguments.rounds,
             "seed": self.arguments.seed,
+            "node": self.name,
             "acknowledged": self.ledger.acknowledged,
             "deleted": self.ledger.deleted,
             **self.counts,

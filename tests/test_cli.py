@@ -272,7 +272,8 @@ def test_a_durable_put_from_the_shell_and_forgetting_a_node(tmp_path: Path, node
     flags = ("--durability", "process", "--state-dir", str(state))
     done = _ucxkv("put", "name:k", "--durable", "--address", node.address, data=b"v")
     assert done.returncode == 2 and b"--durability process" in done.stderr
-    kept = start_node("kept", host_bytes=HOST_BYTES, arguments=flags)
+    name = f"kept-{os.getpid()}"
+    kept = start_node(name, host_bytes=HOST_BYTES, arguments=flags)
     try:
         address = kept.wait_ready(time.monotonic() + 60)
         assert _ucxkv("put", "name:k", "--durable", "--address", address, data=b"value").returncode == 0
@@ -280,7 +281,8 @@ def test_a_durable_put_from_the_shell_and_forgetting_a_node(tmp_path: Path, node
         assert done.returncode == 2 and b"in use" in done.stderr and str(kept.pid).encode() in done.stderr
         kept.process.kill()
         kept.process.wait()
-        kept = start_node("kept", host_bytes=HOST_BYTES, arguments=flags)
+        kept.release()
+        kept = start_node(name, host_bytes=HOST_BYTES, arguments=flags)
         address = kept.wait_ready(time.monotonic() + 60)
         assert _ucxkv("get", "name:k", "--address", address).stdout == b"value"
     finally:
@@ -288,6 +290,6 @@ def test_a_durable_put_from_the_shell_and_forgetting_a_node(tmp_path: Path, node
         done = _ucxkv("forget", str(state), "--json")
     assert done.returncode == 0, done.stderr
     deleted = json.loads(done.stdout)["deleted"]
-    assert sum(path.startswith("/dev/shm/ucxkv-kept-") for path in deleted) == 2
-    assert not list(Path("/dev/shm").glob("ucxkv-kept-*")) and not list(state.iterdir())
+    assert sum(path.startswith(f"/dev/shm/ucxkv-{name}-") for path in deleted) == 2
+    assert not list(Path("/dev/shm").glob(f"ucxkv-{name}-*")) and not list(state.iterdir())
     assert _ucxkv("forget", str(state)).returncode == 2
