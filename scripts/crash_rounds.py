@@ -33,6 +33,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from crash_writer import key_of, value_of
 
@@ -53,7 +54,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.state: dict[Block, str] = {}
-        self._calls: dict[tuple[int, int], dict[str, int]] = {}
+        self._calls: dict[tuple[int, int], dict[str, Any]] = {}
         self._read: Counter[int] = Counter()
         self.acknowledged = self.deleted = 0
 
@@ -66,18 +67,18 @@ class Ledger:
                     self._read[writer] += len(line)
                     self._take(writer, json.loads(line))
 
-    def _take(self, writer: int, said: dict[str, int]) -> None:
+    def _take(self, writer: int, said: dict[str, Any]) -> None:
         if "status" not in said:
             self._calls[writer, said["call"]] = said
             if said["op"] == "delete" or said["durable"]:  # a durable put takes what is above it along
                 begin = said["begin"] if said["op"] == "delete" else 0
-                for block in range(begin, said["end"]):
-                    self._maybe((said["owner"], said["chain"], block), is_delete=said["op"] == "delete")
+                for at in range(begin, said["end"]):
+                    self._maybe((said["owner"], said["chain"], at), is_delete=said["op"] == "delete")
             return
         call = self._calls.pop((writer, said["call"]))
         if not call["durable"]:
             return
-        for i, status in enumerate(said["status"]):  # type: ignore[arg-type]
+        for i, status in enumerate(said["status"]):
             block = (call["owner"], call["chain"], call["begin"] + i)
             if call["op"] == "delete" and status in (0, 1):  # DELETED, MISS
                 self.state[block] = "gone"
@@ -207,9 +208,9 @@ class Rounds:
                 for block, key, value in zip(some, keys, result.values, strict=True):
                     self._judge(block, key, value)
         there = {block for block in blocks if self.ledger.state[block] == "durable"}
-        for owner, chain, block in there:
-            if block and (owner, chain, block - 1) not in there:
-                self._violation("hole", (owner, chain, block))
+        for owner, chain, at in there:
+            if at and (owner, chain, at - 1) not in there:
+                self._violation("hole", (owner, chain, at))
 
     def _judge(self, block: Block, key: bytes, value: bytes | None) -> None:
         expected = self.ledger.state[block]
