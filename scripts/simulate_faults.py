@@ -5,8 +5,9 @@
 
 Each seed is one run of three nodes with the product's own replication, a control plane, two to four clients and up to
 a dozen faults, in virtual time (tests/sim/cluster.py: what is simulated and checked; docs/correctness.md: why).
-The last line says how many seeds ran, how many faults were injected and how many seeds violated something; exit code 1
-if any did. The first failing seeds are run again with their timeline, and the command that replays each is printed.
+The last line says how many seeds ran (Ctrl-C: until then), how many faults were injected and how many seeds violated
+something; exit code 1 if any did. The first failing seeds are run again with their timeline, and the command that
+replays each is printed.
 
 --planted NAME changes one rule of the core (tests/sim/planted.py; `--planted list` names them): then violations are
 what is hoped for, and the exit code is 1 for the same reason. The same seed gives the same run on every machine.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -89,8 +91,11 @@ class Campaign:
     def run(self) -> int:
         """Run, show, sum up; the exit code."""
         shares = [(at, min(at + CHUNK, self.end), self.planted) for at in range(self.first, self.end, CHUNK)]
-        for found, share in zip(self._results(shares), shares, strict=True):
-            self._take(found, share[1] - share[0])
+        try:
+            for found, share in zip(self._results(shares), shares, strict=True):
+                self._take(found, share[1] - share[0])
+        except KeyboardInterrupt:
+            print("interrupted: this is what ran until then", file=sys.stderr)
         self.failing.sort()
         if self.arguments.timeline:
             for seed in range(self.first, self.end):
@@ -144,6 +149,7 @@ class Campaign:
 
 
 def _start(root: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first process's to answer
     sys.path.insert(0, root)
 
 

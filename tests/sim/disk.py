@@ -91,6 +91,13 @@ class File:
         """A sync that takes no time."""
         self.sync_end(self.sync_begin(), fails=fails)
 
+    def forget_cached(self) -> None:
+        """Reads ask the disk from here on: what a failed sync left in the cache alone is gone."""
+        self.pending = [write for write in self.pending if not write.is_doomed]
+        self.image = bytearray(self.stable)
+        for write in self.pending:
+            _apply(self.image, write.offset, write.data)
+
     def lose_power(self, rng: random.Random) -> None:
         """Only what is stable is sure to remain; each pending write meets its own fate."""
         for write in self.pending:

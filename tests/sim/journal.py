@@ -80,6 +80,7 @@ class DiskFiles:
 
     def forget_cached(self, handle: int) -> None:
         """See Files."""
+        self._handles[handle][1].forget_cached()
 
     def rename(self, old: str, new: str) -> None:
         """See Files."""

@@ -83,6 +83,22 @@ def test_after_a_failed_sync_the_next_one_lies() -> None:
     assert survived == {b"12", b"\x002"}
 
 
+def test_what_only_the_cache_had_is_gone_once_the_disk_is_asked() -> None:
+    """Goal: a restart after a failed sync does not take the cache for the disk. Method: one doomed write, one pending;
+    the first is read until the cache is forgotten, the second still is."""
+    file = File()
+    file.write(0, b"1")
+    with pytest.raises(OSError, match="fdatasync"):
+        file.sync(fails=True)
+    file.write(1, b"2")
+    assert file.read() == b"12"
+    file.forget_cached()
+    assert file.read() == b"\x002"
+    file.sync()
+    file.lose_power(random.Random(1))
+    assert file.read() == b"\x002"
+
+
 def test_truncation_is_a_write_like_others_and_a_crash_loses_nothing() -> None:
     """Goal: cutting a torn tail is itself unsynced. Method: truncate, crash, then lose power over many seeds."""
     outcomes = set()
