@@ -20,7 +20,8 @@ The rules (each has a planted bug in tests/sim that breaks it, and is found):
   R7  A journal that failed, or a control plane whose epochs went back, ends this replica until a restart.
 
 The shell carries out effects in order, sends messages best effort, and calls `handle(Tick())` every few tens of
-milliseconds. Sources: research notes on shard logs (kept true to a TLA+ module there); Raft's log matching.
+milliseconds. Sources: a TLA+ module of one shard's log, but for R3 (there a new leader is alone in sync at first);
+Raft's log matching; Kafka's in-sync replicas.
 """
 
 from __future__ import annotations
