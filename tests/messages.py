@@ -29,6 +29,8 @@ def _value(name: str, hint: Any, kind: type[Message]) -> st.SearchStrategy[Any]:
         return _TEXT
     if hint is bytes:
         return st.binary(max_size=64)
+    if get_origin(hint) is list and get_args(hint) == (str,):
+        return st.lists(_TEXT, max_size=3)
     if get_origin(hint) is list:
         return st.lists(message_of(get_args(hint)[0]), max_size=3)
     if get_origin(hint) is dict:

@@ -14,6 +14,7 @@ from ucxkv.errors import (
     ForkError,
     IntegrityError,
     JournalFailed,
+    NotLeader,
     Overloaded,
     SetupError,
     StaleError,
@@ -45,6 +46,7 @@ def test_branches_of_the_tree_follow_what_the_caller_does_next() -> None:
         ForkError: UsageError,
         DeadlineExceeded: Unavailable,
         Overloaded: Unavailable,
+        NotLeader: Unavailable,
         VersionMismatch: SetupError,
         JournalFailed: SetupError,
     }

@@ -59,7 +59,8 @@ def messages_example(kind: type[Message]) -> Message:
     for name in kind.__struct_fields__:
         hint = hints[name]
         if get_origin(hint) is list:
-            values[name] = [messages_example(get_args(hint)[0])]
+            (item,) = get_args(hint)
+            values[name] = [plain[item] if item in plain else messages_example(item)]
         elif get_origin(hint) is dict:
             values[name] = {"key": plain[get_args(hint)[1]]}
         else:

@@ -8,6 +8,7 @@
       Unavailable                    nobody could answer: retry, or recompute the block
         DeadlineExceeded (TimeoutError)  the call's deadline passed
         Overloaded                   the node refuses work for now
+        NotLeader                    the node does not lead the chain's shard (any more)
       StaleError                     what was known is out of date: look up again
       IntegrityError                 the bytes did not prove themselves; the entry is dropped
       SetupError                     an operator must act before it can work
@@ -25,6 +26,7 @@ __all__ = [
     "ForkError",
     "IntegrityError",
     "JournalFailed",
+    "NotLeader",
     "Overloaded",
     "SetupError",
     "StaleError",
@@ -133,6 +135,13 @@ class Overloaded(Unavailable):
     ) -> None:
         super().__init__(message, key=key, node=node, epoch=epoch)
         self.retry_after_s = retry_after_s
+
+
+class NotLeader(Unavailable):
+    """The node does not lead the chain's shard (any more), and nothing of the call happened: ask the shard's leader.
+
+    The client does so by itself, within the call's deadline, for puts.
+    """
 
 
 class StaleError(UcxKvError):

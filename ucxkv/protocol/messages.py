@@ -142,6 +142,9 @@ class Welcome(Message, frozen=True):
     data_port: UInt = 0  # UCX listener of the data service at the node's host, 0 when there is none
     place: Place = Place()
     durability: str = "memory"
+    shards: UInt = 0  # of the cluster's directory; 0: there are none, and the node answers for everything
+    led: bytes = b""  # bit s (little-endian) is set: the node leads shard s under `epoch`
+    leaders: list[str] = []  # as in Members
 
 
 class Grant(Message, frozen=True):
@@ -369,10 +372,13 @@ class GetMembers(Message, frozen=True):
 
 
 class Members(Message, frozen=True):
-    """The nodes as the sender knows them, itself included."""
+    """The nodes as the sender knows them, itself included. leaders: by shard, the name of the node that leads it as far
+    as the sender knows, "" unknown; none at all without shards.
+    """
 
     CODE: ClassVar[int] = 31
     members: list[MemberInfo]
+    leaders: list[str] = []
 
 
 class Join(Message, frozen=True):
