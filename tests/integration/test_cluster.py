@@ -138,7 +138,7 @@ async def test_without_its_control_plane_a_node_serves_until_its_lease_ends_then
                 (status,) = await kv.status()
                 assert status.numbers["cluster_lease_s"] == 0
                 assert status.facts["cluster_lease"].startswith("lost")
-                assert "membership.lost" in node.log()
+                await wait_until(lambda: "membership.lost" in node.log(), "the node says so", 5)
 
             async def serves() -> bool:
                 with contextlib.suppress(errors.Unavailable):

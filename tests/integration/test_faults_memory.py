@@ -120,21 +120,24 @@ async def test_a_reader_killed_under_a_lease_holds_memory_for_its_time_only(node
 
 @contextlib.asynccontextmanager
 async def full_of_leases(kv: ucxkv.Client) -> AsyncIterator[list[bytes]]:
-    """A tier of 64 MiB that has no room for 8 MiB, every block of it leased: what was evicted on the way depends on the
-    moment, so puts and leases go on until one is refused. Gives the keys.
+    """A tier of 64 MiB that has no room for 8 MiB, every block of it leased: what is evicted on the way depends on the
+    moment, so small blocks are put and leased until one is refused, or evicted before it could be leased: then less is
+    free than the node keeps free (5 MiB). Gives the keys.
     """
     k = keys(61)
     assert (await kv.put_many(k, blocks(61, MIB - 4096))).stored > 40
     async with contextlib.AsyncExitStack() as leases:
         lease = await leases.enter_async_context(kv.lease(k, ttl_s=60))
         held = [k[i] for i in np.flatnonzero(lease.granted).tolist()]
-        for key in keys(10):
-            if await kv.put(key, bytes(8 * MIB), deadline_s=0.5) is not PutStatus.STORED:
+        for key in keys(64):
+            if await kv.put(key, bytes(MIB - 4096), deadline_s=0.5) is not PutStatus.STORED:
                 break
-            await leases.enter_async_context(kv.lease([key], ttl_s=60))
+            lease = await leases.enter_async_context(kv.lease([key], ttl_s=60))
+            if not lease.granted[0]:
+                break
             held.append(key)
         else:
-            pytest.fail("80 MiB of leased blocks in 64 MiB")
+            pytest.fail("64 MiB more of leased blocks in 64 MiB")
         yield held
 
 
