@@ -9,11 +9,12 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
 ETCD = shutil.which("etcd") or ""
+_SERVING = b"serving client traffic"
 WHY_NOT = "" if ETCD else "needs etcd (apt-get install etcd-server)"
 
 
@@ -37,13 +38,17 @@ def three_members() -> Iterator[list[EtcdServer]]:
 
 
 class EtcdServer:
-    """One etcd member, by default of one, with a data folder and ports of its own. `with EtcdServer() as etcd:`"""
+    """One etcd member, by default of one, with a data folder and ports of its own. `with EtcdServer() as etcd:`
 
-    def __init__(self, name: str = "one") -> None:
+    host, prefix: the address it listens at, and the command that runs it where that address is (another host).
+    """
+
+    def __init__(self, name: str = "one", *, host: str = "127.0.0.1", prefix: Sequence[str] = ()) -> None:
         self.name = name
         self.folder = tempfile.TemporaryDirectory(prefix="ucxkv-etcd-")
         self.port, self._peer_port = free_port(), free_port()
-        self.endpoint = f"127.0.0.1:{self.port}"
+        self._prefix = tuple(prefix)
+        self.endpoint = f"{host}:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
         self.peer_url = f"http://127.0.0.1:{self._peer_port}"
         self.initial_cluster = f"{name}={self.peer_url}"
@@ -61,17 +66,25 @@ class EtcdServer:
             "initial-cluster": self.initial_cluster, "heartbeat-interval": "20", "election-timeout": "200",
             "logger": "zap", "log-outputs": f"{self.folder.name}/log",
         }  # fmt: skip
-        self.process = subprocess.Popen([ETCD, *(f"--{name}={value}" for name, value in flags.items())])
+        log = Path(self.folder.name, "log")
+        before = log.stat().st_size if log.exists() else 0
+        argv = [*self._prefix, ETCD, *(f"--{name}={value}" for name, value in flags.items())]
+        self.process = subprocess.Popen(argv)
         until = time.monotonic() + 60
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-                return
-            except OSError:
-                if self.process.poll() is not None or time.monotonic() > until:
-                    log = Path(self.folder.name, "log")
-                    raise AssertionError(f"etcd did not start: {log.read_text()[-2000:]}") from None
-                time.sleep(0.02)
+        while not self._answers(log, before):
+            if self.process.poll() is not None or time.monotonic() > until:
+                raise AssertionError(f"etcd did not start: {log.read_text()[-2000:]}")
+            time.sleep(0.02)
+
+    def _answers(self, log: Path, before: int) -> bool:
+        """Whether it takes connections; on another host its log says so."""
+        if self._prefix:
+            return log.exists() and _SERVING in log.read_bytes()[before:]
+        try:
+            socket.create_connection(("127.0.0.1", self.port), 1).close()
+        except OSError:
+            return False
+        return True
 
     def kill(self) -> None:
         """kill -9."""
