@@ -46,6 +46,16 @@ LAYERS = {
     "ucxkv.client": "client",
     "ucxkv.sequence": "client",
     "ucxkv.sync": "client",
+    "ucxkv.client.grants": "link",  # one node's link and the paths to its memory: a node is a client of others too
+    "ucxkv.client.link": "link",
+    "ucxkv.client.mapped": "link",
+    "ucxkv.client.message": "link",
+    "ucxkv.client.networks": "link",
+    "ucxkv.client.opening": "link",
+    "ucxkv.client.path": "link",
+    "ucxkv.client.putter": "link",
+    "ucxkv.client.results": "link",
+    "ucxkv.client.rma": "link",
     "ucxkv.dial": "link",
     "ucxkv.settings": "link",
     "ucxkv.whereabouts": "link",
@@ -65,7 +75,7 @@ BELOW = {
     "tiers": set(),
     "values": set(),
     "cores": {"values"},
-    "link": {"cores", "values", "transport", "tiers"},  # what both shells need: dialling
+    "link": {"cores", "values", "transport", "tiers"},  # what both shells need: dialling, links to nodes
     "control": {"cores", "values"},  # the control plane's engines
     "journal": {"cores", "values"},  # the directory's log on disk
     "client": {"control", "link", "cores", "values", "transport", "tiers"},

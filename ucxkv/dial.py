@@ -8,6 +8,7 @@ nowhere else.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import secrets
@@ -27,8 +28,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ucxkv.transport.control import ControlConnection, Handler
+    from ucxkv.transport.control import Message as ControlMessage
 
-__all__ = ["Caller", "Dialed", "ask", "dial", "failure_of", "host_identity", "mapped_error", "raise_failure"]
+__all__ = [
+    "Caller",
+    "Dialed",
+    "answer_to",
+    "ask",
+    "dial",
+    "failure_of",
+    "host_identity",
+    "mapped_error",
+    "raise_failure",
+    "start_asking",
+]
 
 
 @functools.cache
@@ -39,11 +52,12 @@ def host_identity() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who dials. role: "client" or "node"; token: the shared secret, "" for none."""
+    """Who dials. role: "client" or "node"; token: the shared secret, "" for none; node_id: a node's, else 0."""
 
     role: str
     name: str
     token: str = ""
+    node_id: int = 0
 
 
 @dataclass(slots=True)
@@ -108,6 +122,33 @@ async def ask(
     return answer
 
 
+def start_asking(
+    connection: ControlConnection, message: Message, deadline_ns: int | None, node: str | None = None
+) -> asyncio.Future[ControlMessage]:
+    """Send one request now; its answer is for `answer_to`. What raises here was not sent."""
+    try:
+        return connection.start_request(message.CODE, encode(message), deadline_ns)
+    except transport.TransportError as exc:
+        raise mapped_error(exc, node) from exc
+
+
+async def answer_to(
+    connection: ControlConnection, future: asyncio.Future[ControlMessage], node: str | None = None
+) -> Message:
+    """The answer to a request of `start_asking`; a Failure becomes the error it names. Given up when cancelled."""
+    try:
+        reply = await future
+        answer = decode(reply.type, reply.payload)
+    except asyncio.CancelledError:
+        connection.discard(future)
+        raise
+    except (transport.TransportError, MessageError) as exc:
+        raise mapped_error(exc, node) from exc
+    if isinstance(answer, m.Failure):
+        raise_failure(answer, node or "")
+    return answer
+
+
 async def dial(
     address: str,
     caller: Caller,
@@ -150,6 +191,7 @@ async def _shake_hands(
         pid=os.getpid(),
         nonce=nonce,
         want_memory=want_memory,
+        node_id=caller.node_id,
     )
     reply = await connection.request_message(hello.CODE, encode(hello), deadline_ns)
     try:

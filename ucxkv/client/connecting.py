@@ -13,7 +13,7 @@ from ucxkv.client.client import Client
 from ucxkv.client.opening import LinkOptions
 from ucxkv.client.router import Router
 from ucxkv.control.opening import is_control_url, parse_control_url
-from ucxkv.dial import mapped_error
+from ucxkv.dial import Caller, mapped_error
 from ucxkv.settings import path_setting
 from ucxkv.transport.address import parse_address
 from ucxkv.transport.base import MAX_CONNECTIONS
@@ -72,8 +72,7 @@ class Connect:
             return Networks()
 
         options = LinkOptions(
-            name=f"{socket.gethostname()}:{os.getpid()}",
-            token=self._token,
+            caller=Caller(role="client", name=f"{socket.gethostname()}:{os.getpid()}", token=self._token),
             asked=self._asked,
             networks=make_networks,
             handler=router.on_message,

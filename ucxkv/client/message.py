@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucxkv import errors
-from ucxkv.client.path import U8, U16, U64, ReadInto, pieces_iov
+from ucxkv.client.path import U8, U16, U64, ReadInto, sums_of
 from ucxkv.client.results import PathKind, ReadStatus
 from ucxkv.dial import ask, mapped_error
 from ucxkv.protocol import messages as m
@@ -317,11 +317,8 @@ class MessagePath:
 
     async def write(self, pieces: Pieces, regions: U16, offsets: U64, deadline_ns: int | None) -> U64:
         """See Path."""
-        n = len(pieces)
-        sums = np.empty(n, np.uint64)
-        iov = pieces_iov(pieces).view(tier_copy.IOV_DTYPE).reshape(-1)
+        sums = await sums_of(pieces)
         first = np.ascontiguousarray(pieces.first)
-        tier_copy.gather(first, iov, np.zeros(n, np.uint64), sums)
         try:
             status = await self._client.write(
                 regions, offsets, first, pieces.addr, pieces.length, keep=pieces, deadline_ns=deadline_ns

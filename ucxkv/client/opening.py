@@ -23,7 +23,7 @@ from ucxkv import errors
 from ucxkv.client.link import NodeLink
 from ucxkv.client.mapped import MappedPath
 from ucxkv.client.results import PathKind
-from ucxkv.dial import Caller, Dialed, dial, host_identity
+from ucxkv.dial import Dialed, dial, host_identity
 from ucxkv.directory import SlotTableError
 from ucxkv.protocol import messages as m
 from ucxkv.settings import PATHS
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ucxkv.client.message import MessageEngine, MessagePath
     from ucxkv.client.networks import Networks
     from ucxkv.client.path import Path
+    from ucxkv.dial import Caller
     from ucxkv.settings import AskedPath
     from ucxkv.transport.control import Handler
     from ucxkv.transport.rails import RailChoice
@@ -59,27 +60,29 @@ def path_for(way: Way) -> PathKind:
 
 
 class LinkOptions:
-    """What every link of one client shares."""
+    """What every link of one client shares, or of one node that is a client of others."""
 
-    __slots__ = ("asked", "engine", "handler", "name", "networks", "on_lost", "token")
+    __slots__ = ("asked", "caller", "engine", "handler", "inline_wait_us", "networks", "on_lost")
 
     def __init__(
         self,
         *,
-        name: str,
-        token: str,
+        caller: Caller,
         asked: AskedPath,
         networks: Callable[[], Networks],
-        handler: Handler,
+        handler: Handler | None,
         on_lost: Callable[[NodeLink], None],
         engine: Callable[[], MessageEngine],
+        inline_wait_us: int = _INLINE_WAIT_US,
     ) -> None:
-        self.name = name
-        self.token = token
+        self.caller = caller
         self.asked = asked
         self.networks = networks
         """Makes or returns what knows the client's devices; only called for a node that is reached over the network."""
         self.handler = handler
+        """For what nodes send unasked; None where they send nothing."""
+        self.inline_wait_us = inline_wait_us
+        """How long the event loop may be held for an answer that is about to come."""
         self.on_lost = on_lost
         self.engine = engine
         """Makes or returns the client's UCX workers; only called when a link needs the message path."""
@@ -116,17 +119,16 @@ class _Opening:
         self._options = options
         self._deadline_ns = deadline_ns
         self._asked = options.asked.path
-        self._caller = Caller(role="client", name=options.name, token=options.token)
         self._here = Location(host_identity(), process_identity())
 
     async def dial(self) -> None:
         """Connect over the network (which may be the loopback)."""
         self.dialed = await dial(
             self._address,
-            self._caller,
+            self._options.caller,
             self._deadline_ns,
             handler=self._options.handler,
-            inline_wait_us=_INLINE_WAIT_US,
+            inline_wait_us=self._options.inline_wait_us,
         )
 
     def abort(self) -> None:
@@ -208,11 +210,11 @@ class _Opening:
         try:
             local = await dial(
                 f"unix:@{welcome.local_name}",
-                self._caller,
+                self._options.caller,
                 self._deadline_ns,
                 handler=self._options.handler,
                 want_memory=self._asked in _MAPPING and self._shares_clock(),
-                inline_wait_us=_INLINE_WAIT_US,
+                inline_wait_us=self._options.inline_wait_us,
             )
         except errors.Unavailable as exc:
             if isinstance(exc.__cause__, PeerLost):

@@ -6,11 +6,15 @@ status. It raises `Unavailable` when the node is gone, and it writes into no des
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from ucxkv.tiers import copy as tier_copy
 
 if TYPE_CHECKING:
     from ucxkv.buffers import Pieces
@@ -53,6 +57,28 @@ def chunk_bounds(nbytes: U64, limit: int = INLINE_BYTES) -> list[int]:
         base = int(ends[begin - 1]) if begin else 0
         cuts.append(max(begin + 1, int(np.searchsorted(ends, base + limit, side="right"))))
     return cuts
+
+
+async def sums_of(pieces: Pieces) -> U64:
+    """The sums of n values, u64[n]; in a thread where they are large. Reads nothing any more when it raises."""
+    n = len(pieces)
+    sums = np.empty(n, np.uint64)
+    iov = pieces_iov(pieces).view(tier_copy.IOV_DTYPE).reshape(-1)
+    first, nowhere = np.ascontiguousarray(pieces.first), np.zeros(n, np.uint64)
+    if pieces.total_bytes <= THREAD_BYTES:
+        tier_copy.gather(first, iov, nowhere, sums)
+        return sums
+    flag = tier_copy.CancelFlag()
+    task = asyncio.ensure_future(asyncio.to_thread(tier_copy.gather, first, iov, nowhere, sums, flag))
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        flag.set()
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):  # another one; the first is raised below
+                await asyncio.wait([task])
+        raise
+    return sums
 
 
 class Path(Protocol):

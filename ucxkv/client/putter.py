@@ -19,17 +19,15 @@ from ucxkv import errors
 from ucxkv.client.grants import GrantCache, Taken
 from ucxkv.client.path import INLINE_BYTES, U8, U64
 from ucxkv.client.results import PutStatus
-from ucxkv.dial import mapped_error, raise_failure
-from ucxkv.protocol import MessageError, decode, encode
+from ucxkv.dial import answer_to, start_asking
 from ucxkv.protocol import messages as m
-from ucxkv.transport.base import TransportError
 
 if TYPE_CHECKING:
     from ucxkv.buffers import Pieces
     from ucxkv.client.link import NodeLink
     from ucxkv.transport.control import Message as ControlMessage
 
-__all__ = ["Putter"]
+__all__ = ["Putter", "runs"]
 
 _PUTS_IN_FLIGHT = 8
 _CHUNK_BYTES_MIN = 1 << 20
@@ -150,7 +148,7 @@ class Putter:
         flying: list[tuple[int, int, asyncio.Future[ControlMessage], int]] = []
         moved = 0
         try:
-            for begin, end in _runs(pieces, uniform):
+            for begin, end in runs(pieces, uniform=uniform):
                 while begin < end:
                     length = int(pieces.nbytes[begin])
                     while flying and self.grants.count(length) < end - begin:
@@ -246,10 +244,7 @@ class Putter:
         return self._start(message, deadline_ns)
 
     def _start(self, message: m.Put, deadline_ns: int) -> asyncio.Future[ControlMessage]:
-        try:
-            return self._connection.start_request(message.CODE, encode(message), deadline_ns)
-        except TransportError as exc:
-            raise mapped_error(exc, self._name) from exc
+        return start_asking(self._connection, message, deadline_ns, self._name)
 
     def abandon(self, taken: Taken) -> None:
         """Extents whose write was stopped: the path has let go of them (its promise), so the node may have them
@@ -269,19 +264,7 @@ class Putter:
         status[begin:end] = np.frombuffer(answer.status, np.uint8)
 
     async def _answer(self, future: asyncio.Future[ControlMessage], n: int, length: int) -> m.PutDone:
-        try:
-            reply = await future
-        except asyncio.CancelledError:
-            self._connection.discard(future)
-            raise
-        except TransportError as exc:
-            raise mapped_error(exc, self._name) from exc
-        try:
-            answer = decode(reply.type, reply.payload)
-        except MessageError as exc:
-            raise mapped_error(exc, self._name) from exc
-        if isinstance(answer, m.Failure):
-            raise_failure(answer, self._name)
+        answer = await answer_to(self._connection, future, self._name)
         if not isinstance(answer, m.PutDone) or len(answer.status) != n:
             raise errors.Unavailable("the node's answer to a put does not fit it", node=self._name)
         self.last_token = (answer.shard, answer.epoch, answer.index)
@@ -379,9 +362,9 @@ def _chunk_bytes(total: int) -> int:
     return min(_CHUNK_BYTES_MAX, max(_CHUNK_BYTES_MIN, total // _CHUNKS_A_BATCH))
 
 
-def _runs(pieces: Pieces, uniform: bool) -> list[tuple[int, int]]:
-    """Runs of neighbouring values of one length: each is copied while the one before it is committed, in one
-    message.
+def runs(pieces: Pieces, *, uniform: bool) -> list[tuple[int, int]]:
+    """Runs of neighbouring values of one length, (begin, end): each is copied while the one before it is committed, in
+    one message. uniform: all are of one length.
     """
     limit = _chunk_bytes(pieces.total_bytes)
     edges = [0, len(pieces)]

@@ -48,6 +48,7 @@ class Greeter:
         if hello.role not in ("client", "node"):
             raise errors.UsageError(f"role {hello.role!r}; a caller is a client or a node")
         session.role, session.name, session.host = hello.role, hello.name, hello.host
+        session.node_id = hello.node_id
         session.hello_wants_memory = hello.want_memory
         if not self._token:
             return self._open(session)

@@ -53,6 +53,7 @@ METRIC_TEXTS: dict[str, str] = {
     "free_bytes": "bytes of it that are free",
     "granted_bytes": "bytes lent to clients ahead of their puts",
     "quarantined_bytes": "bytes whose writer vanished and may still write",
+    "arrived_bytes": "bytes of values that other nodes copied here and no log entry has claimed yet",
     "adopted_bytes": "bytes that hold parts of other nodes' blocks",
     "held_over_bytes": "bytes that a process of before the node's start may still write",
     "durable_blocks": "visible blocks that survive the node's process and are not evicted",

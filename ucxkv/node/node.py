@@ -29,6 +29,7 @@ from ucxkv.node.keeping import facts as keeping_facts
 from ucxkv.node.keeping import numbers as keeping_numbers
 from ucxkv.node.membership import NO_CLUSTER, Membership
 from ucxkv.node.metrics import MetricsServer
+from ucxkv.node.mirror import Mirrors
 from ucxkv.node.peers import PeerLinks, check_member
 from ucxkv.node.placing import Placing
 from ucxkv.node.requests import Requests
@@ -149,6 +150,7 @@ class Node:
             self._metrics = MetricsServer(config.metrics_listen, self._numbers, config.name)
             log.info("metrics.start", address=self._metrics.address)
         own = m.MemberInfo(self.node_id, config.name, self.address, self.epoch, weight=config.host_bytes / (1 << 30))
+        self.mirrors = Mirrors(own, config.token, ucx_library=config.ucx_library)
         self.peers = PeerLinks(own, config.token, self)
         self._wake_at(None)
         if config.join:
@@ -195,6 +197,8 @@ class Node:
             await self._keeping.aclose()
         if hasattr(self, "store"):
             self.store.keep_books()
+        if hasattr(self, "mirrors"):
+            await self.mirrors.aclose()
         if hasattr(self, "peers"):
             await self.peers.aclose()
         if self._metrics is not None:

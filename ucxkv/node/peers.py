@@ -61,7 +61,7 @@ class PeerLinks:
 
     def __init__(self, own: m.MemberInfo, token: str, listener: PeerListener) -> None:
         self.own = own
-        self._caller = Caller(role="node", name=own.name, token=token)
+        self._caller = Caller(role="node", name=own.name, token=token, node_id=own.node_id)
         self._listener = listener
         self._links: dict[int, _Link] = {}
         self._announced: dict[int, tuple[int, m.MemberInfo]] = {}

@@ -141,6 +141,11 @@ class Requests:
                     return m.Statuses(status=b"\1" * (len(request.offsets) // 8))
                 self._revoke(request.session, request.offsets)
                 return self._store.adoption.adopt(session.name, request)
+            case m.Values():
+                self._revoke(session.id, request.offsets)
+                return self._store.space.arrived.take(session.id, request, time.monotonic_ns())
+            case m.HaveValues():
+                return self._store.space.arrived.lacking(request, time.monotonic_ns())
             case m.Surrender():
                 self._store.adoption.surrendered(session.name, request)
                 return None

@@ -32,7 +32,7 @@ __all__ = ["CONTROL_ONLY", "NO_PATH", "PATH_KINDS", "Session", "SessionState", "
 NO_PATH = "none"
 """It has not said yet."""
 CONTROL_ONLY = "control"
-"""A node's link: it moves no bytes."""
+"""A node's link that moves no bytes."""
 PATH_KINDS = ("mapped", "rma", "message", NO_PATH, CONTROL_ONLY)
 _WORDS_MAX = 512
 
@@ -63,6 +63,7 @@ class Session:
         "host",
         "id",
         "name",
+        "node_id",
         "nonce",
         "path",
         "pid",
@@ -83,6 +84,8 @@ class Session:
         self.state = SessionState.GREETING
         self.role = ""
         self.name = ""
+        self.node_id = 0
+        """Of a node, as it says; 0: a client."""
         self.host = ""
         self.pid = 0
         self.pidfd = -1
@@ -111,7 +114,7 @@ class Session:
     @property
     def path_kind(self) -> str:
         """Its path, for counting: one of PATH_KINDS."""
-        return CONTROL_ONLY if self.role == "node" else self.path
+        return CONTROL_ONLY if self.role == "node" and self.path == NO_PATH else self.path
 
     def chose(self, path: str, way: str, why: str) -> None:
         """Keep what the client says of its path; a path of no known kind counts as none."""

@@ -1,4 +1,5 @@
-"""The node's own memory in its hands: free, lent to sessions ahead of their puts, or waiting for a writer's end.
+"""The node's own memory in its hands: free, lent to sessions ahead of their puts, waiting for a writer's end, or
+copied here by another node and not yet claimed.
 
 Extents leave for the directory with `take` and come back with `free`. What is short is evicted for, by the directory;
 see `ucxkv.node.store` for the hands that an extent can be in.
@@ -10,6 +11,7 @@ from array import array
 from typing import TYPE_CHECKING, Protocol
 
 from ucxkv import errors
+from ucxkv.node.arrived import Arrived
 from ucxkv.protocol import messages as m
 from ucxkv.tiers.base import ForeignExtent
 from ucxkv.tiers.grants import GrantTable
@@ -25,6 +27,7 @@ __all__ = ["OWN_SEGMENT", "Evictor", "Space", "u64", "u64s"]
 
 OWN_SEGMENT = 0
 _GRANT_KEYS_MAX = 65_536
+_ARRIVED_SHARE_MAX = 0.25
 
 
 class Evictor(Protocol):
@@ -49,6 +52,7 @@ class Space:
         self._evictor = evictor
         self.slabs = SlabAllocator(size_bytes)
         self.grants = GrantTable(limit_bytes=self.slabs.capacity_bytes, ledger=ledger)
+        self.arrived = Arrived(self.slabs, self.grants, int(config.host_bytes * _ARRIVED_SHARE_MAX))
         self._share_bytes = int(config.host_bytes * config.grant_share_max)
         largest = (self.slabs.capacity_bytes - self.free_target) // UNIT_BYTES * UNIT_BYTES
         self.value_bytes_max = min(max(UNIT_BYTES, largest), (1 << 32) - 1)
@@ -157,6 +161,7 @@ class Space:
             "free_bytes": self.slabs.free_bytes,
             "granted_bytes": self.grants.lent_bytes,
             "quarantined_bytes": self.grants.quarantined_bytes,
+            "arrived_bytes": self.arrived.bytes_count,
         }
 
 

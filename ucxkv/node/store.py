@@ -5,6 +5,7 @@ Every extent of the node's segment is at any moment in exactly one hand:
     free (slabs) -> granted (a session may write it) -> stored (the directory's block names it) -> free
                           |                                   `-> leaving (hidden; leases and grace run) -> free
                           |-> quarantined (its writer vanished and may still write) -> free
+                          |-> arrived (copied here by another node, `ucxkv.node.arrived`) -> its claimer's, or free
                           `-> adopted (another node's shard has a block in it) -> free
 
 and what a process of before this start may still write is held over, until there is none (`ucxkv.node.state`).
@@ -309,6 +310,7 @@ class HostStore:
         if due is not None and due <= now_ns:
             self.handle(events.Tick(), now_ns)
         self._release_held()
+        self.space.arrived.expire(now_ns)
         if self.space.is_low:
             self.evict(self.space.free_target, now_ns)
         return self.adoption.take_surrendered()
@@ -377,6 +379,8 @@ class HostStore:
             self.slabs.bytes_at(offset) for region, offset, _ in held_extents(self.directory) if region == OWN_SEGMENT
         )
         held += self._held_over_bytes
+        self.space.arrived.check()
+        held += self.space.arrived.bytes_count
         assert self.slabs.used_bytes == held + self.grants.lent_bytes + self.grants.quarantined_bytes + adopted
 
     def keep_books(self) -> None:

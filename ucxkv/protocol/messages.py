@@ -15,7 +15,8 @@ Release
 | client -> node | ListKeys -> KeyPage; GetStatus -> NodeReport; GetConnections -> Connections; GetRegions -> Regions;
 GetMembers, Join -> Members |
 | client -> node, one way | ChosenPath, Touch, Return, Damaged, Bye |
-| node -> node | Adopt -> Statuses; Reclaim -> Done; one way: Surrender |
+| node -> node | Adopt, Values, HaveValues -> Statuses; Reclaim -> Done; one way: Surrender; for Values as a client also
+Grant, OpenData, Return, ChosenPath, Bye |
 | node -> client, one way | Members (the membership changed) |
 | any | Failure answers any request that could not be carried out |
 """
@@ -56,6 +57,7 @@ class Hello(Message, frozen=True):
     pid: UInt
     nonce: bytes
     want_memory: bool = False  # on a Unix socket: pass the descriptors of the slot table and the segments
+    node_id: UInt = 0  # of a caller whose role is "node"
 
 
 class Challenge(Message, frozen=True):
@@ -412,6 +414,29 @@ class Reclaim(Message, frozen=True):
 
     CODE: ClassVar[int] = 35
     nbytes: UInt
+
+
+class Values(Message, frozen=True):
+    """Node to node: values of a shard lie in extents granted to this connection; they are the receiver's from now on,
+    and the sender writes them no more. Answer: Statuses, 0 = taken, 1 = that extent was not held.
+    """
+
+    CODE: ClassVar[int] = 50
+    shard: UInt
+    keys: bytes
+    sums: bytes
+    lengths: bytes
+    offsets: bytes
+
+
+class HaveValues(Message, frozen=True):
+    """Node to node: which of these values of a shard have you? Answer: Statuses, 0 = has it, 1 = lacks it."""
+
+    CODE: ClassVar[int] = 51
+    shard: UInt
+    keys: bytes
+    sums: bytes
+    lengths: bytes
 
 
 class Bye(Message, frozen=True):
