@@ -374,14 +374,13 @@ class HostStore:
         self.slabs.check()
         self.grants.check()
         self.directory.check()
-        adopted = self.adoption.bytes_count
+        self.space.arrived.check()
         held = sum(
             self.slabs.bytes_at(offset) for region, offset, _ in held_extents(self.directory) if region == OWN_SEGMENT
         )
-        held += self._held_over_bytes
-        self.space.arrived.check()
-        held += self.space.arrived.bytes_count
-        assert self.slabs.used_bytes == held + self.grants.lent_bytes + self.grants.quarantined_bytes + adopted
+        lent = self.grants.lent_bytes + self.grants.quarantined_bytes
+        held += self._held_over_bytes + self.adoption.bytes_count + self.space.arrived.bytes_count
+        assert self.slabs.used_bytes == held + lent
 
     def keep_books(self) -> None:
         """The node ends: who may write may go on doing so when this process is gone, so the ledger stays as it is."""
