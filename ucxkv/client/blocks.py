@@ -308,8 +308,8 @@ class BlockCalls:
 
         into: n destinations as `put_many` takes sources, each exactly as long as the stored value; borrowed until this
         returns; None: the values come back as bytes (a copy more). root: the first key of the chain these belong
-        to, spares
-        a search where there are several nodes. part: read this part of each block.
+        to, spares a search where there are several nodes; where the directory has shards only the leader of its shard
+        is asked. part: read this part of each block.
         """
         rows = self._keys(keys)
         deadline_ns = self._deadline(deadline_s)
@@ -317,7 +317,8 @@ class BlockCalls:
         if part is not None and part.index:
             raw = rows.tobytes()
             whole = b"".join(part_key(raw[i : i + 16], part.index, part.count) for i in range(0, len(raw), 16))
-            root = raw[:16] if root is None and n else root
+            if root is None and n and not self._router.shards.count:
+                root = raw[:16]  # a guess at where to ask first
             rows = np.frombuffer(whole, np.uint8).reshape(-1, 16)
         if not n:
             return GetResult(np.empty(0, np.uint8), np.empty(0, np.uint64), [] if into is None else None)

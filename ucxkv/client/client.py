@@ -58,7 +58,9 @@ class Client(BlockCalls):
     async def exists_many(
         self, keys: Keys, *, root: bytes | None = None, deadline_s: float | None = None
     ) -> npt.NDArray[np.bool_]:
-        """Which blocks are visible now, bool[n]; False too where a node does not answer. Keeps nothing alive."""
+        """Which blocks are visible now, bool[n]; False too where a node does not answer, or a shard has no leader in
+        reach (`get_many` tells these apart). Keeps nothing alive. root: see `get_many`.
+        """
         rows = self._keys(keys)
         deadline_ns = self._deadline(deadline_s)
         out = np.zeros(len(rows), np.bool_)
@@ -81,7 +83,8 @@ class Client(BlockCalls):
 
     async def match(self, keys: Keys, *, deadline_s: float | None = None) -> Match:
         """The longest visible prefix of a chain whose keys are given in order, root first. `Match.is_certain` is False
-        where a node that may hold more of it did not answer.
+        where a node that may hold more of it did not answer: with shards, the leader of the root's shard, which alone
+        is asked.
         """
         rows = self._keys(keys)
         deadline_ns = self._deadline(deadline_s)
@@ -89,7 +92,9 @@ class Client(BlockCalls):
         is_certain = bool(self._router.links)
         if len(rows):
             raw, first = rows.tobytes(), rows[0].tobytes()
-            for link in self._router.order(first):
+            links = self._router.links_of(first)
+            is_certain = bool(links)
+            for link in links:
                 try:
                     blocks = await link.path.match(raw, deadline_ns)
                 except errors.Unavailable:
@@ -118,6 +123,10 @@ class Client(BlockCalls):
         """Reachable nodes, the likeliest holder of these keys first."""
         self._check()
         return self._router.order(rows[0].tobytes()) if len(rows) else []
+
+    async def is_nowhere(self, links: list[NodeLink], key: bytes, deadline_ns: int) -> bool:
+        """See Router."""
+        return await self._router.is_nowhere(links, key, deadline_ns)
 
     def deadline(self) -> int:
         """When a call that starts now and names no deadline of its own has to end, monotonic ns."""
@@ -162,9 +171,13 @@ class Client(BlockCalls):
                 await lease.release()
 
     async def delete(self, keys: Keys, *, deadline_s: float | None = None) -> npt.NDArray[np.uint8]:
-        """Remove blocks: DeleteStatus u8[n]. A block with visible children that are not in the call stays (ORDER)."""
+        """Remove blocks: DeleteStatus u8[n]. A block with visible children that are not in the call stays (ORDER).
+
+        UNAVAILABLE: a node did not answer, and may have removed it, or have it; or with shards, one has no leader here.
+        """
         rows = self._keys(keys)
         deadline_ns = self._deadline(deadline_s)
+        answered: list[NodeLink] = []
         out = np.full(len(rows), DeleteStatus.MISS if self._router.links else DeleteStatus.UNAVAILABLE, np.uint8)
         for link in list(self._router.links.values()):
             wanted = np.flatnonzero((out == DeleteStatus.MISS) | (out == DeleteStatus.UNAVAILABLE))
@@ -177,7 +190,13 @@ class Client(BlockCalls):
             except errors.Unavailable:
                 out[wanted] = DeleteStatus.UNAVAILABLE
                 continue
-            out[wanted] = np.frombuffer(answer.status, np.uint8)
+            got = np.frombuffer(answer.status, np.uint8)
+            out[wanted] = got
+            if not (got == DeleteStatus.UNAVAILABLE).any():
+                answered.append(link)
+        missing = np.flatnonzero(out == DeleteStatus.MISS)
+        if len(missing) and not await self.is_nowhere(answered, rows[missing[0]].tobytes(), deadline_ns):
+            out[missing] = DeleteStatus.UNAVAILABLE
         return out
 
     # ---- memory, sequences

@@ -89,6 +89,7 @@ class Lease:
         ttl_ms = self._ttl_ns // 1_000_000
         deadline_ns = min(time.monotonic_ns() + self._ttl_ns, self._client.deadline())
         missing = np.arange(len(self._keys))
+        answered = []
         for link in self._client.links_for(self._keys):
             if not len(missing):
                 break
@@ -105,6 +106,11 @@ class Lease:
             got = np.frombuffer(answer.status, np.uint8) == 0
             self.granted[missing[got]] = True
             missing = missing[~got]
+            answered.append(link)
+        if not len(missing) or self.unanswered is not None:
+            return
+        if not await self._client.is_nowhere(answered, self._keys[missing[0]].tobytes(), deadline_ns):
+            self.unanswered = errors.Unavailable("a shard that may hold it has no leader in reach; retry, or recompute")
 
     async def _renew(self) -> None:
         while True:

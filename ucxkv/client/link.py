@@ -7,6 +7,7 @@ Invariants
   (extents) or given back (leases).
   - Whoever waits for extents holds no uncollected answers, so that two puts never wait for each other.
   - Every request carries the call's deadline.
+  - A link that is left because its node is in another epoch gets no new calls, and its running puts their answers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from ucxkv import errors
+from ucxkv.client.leading import led_shards
 from ucxkv.client.putter import Putter
 from ucxkv.dial import ask, mapped_error
 from ucxkv.protocol import MessageError, decode, encode
@@ -35,6 +37,7 @@ __all__ = ["NodeLink"]
 
 _TOUCH_DELAY_S = 0.05
 _TOUCH_KEYS_MAX = 65_536
+_QUIET_S = 0.02
 
 
 class NodeLink:
@@ -56,7 +59,11 @@ class NodeLink:
         self.name = welcome.name
         self.address = welcome.address
         self.node_id = welcome.node_id
+        self.led = led_shards(welcome)
+        """Shards that the node leads in the epoch it was welcomed in, one bit each."""
         self.is_alive = True
+        self.is_leaving = False
+        """Nothing begins here any more, and what runs may end: `wait_quiet`, then `close`."""
         self._loop = asyncio.get_running_loop()
         self._touched: list[bytes] = []
         self._touched_keys = 0
@@ -140,8 +147,19 @@ class NodeLink:
     def leave_epoch(self) -> None:
         """The node went over to another epoch: leave it in good order, and have it dialled again."""
         if self.is_alive:
-            self.close()
+            self.flush_touches()
+        if self.is_alive:
+            self.is_alive, self.is_leaving = False, True
+            self._stop_timers()
             self._on_lost(self)
+
+    async def wait_quiet(self, limit_s: float) -> None:
+        """Wait, at most this long, until no request of this link is on its way."""
+        until = self._loop.time() + limit_s
+        while self.connection.is_open and self._loop.time() < until:
+            await asyncio.sleep(_QUIET_S)
+            if not self.connection.pending_count and not self.path.is_busy:
+                break
 
     def close(self) -> None:
         """Leave in good order: the node may reuse everything this client was granted. Idempotent.
@@ -150,8 +168,8 @@ class NodeLink:
         """
         if self.is_alive:
             self.flush_touches()
-        if self.is_alive:
-            self.is_alive = False
+        if self.is_alive or self.is_leaving:
+            self.is_alive = self.is_leaving = False
             self._stop_timers()
             if self.connection.is_open and not self.path.is_busy:  # else the node waits for the end of this process
                 try:

@@ -9,13 +9,14 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import itertools
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ucxkv import errors
+from ucxkv.client.chunking import CHUNK_BYTES_MIN, CHUNK_KEYS_MAX, ahead_count, runs
 from ucxkv.client.grants import GrantCache, Taken
 from ucxkv.client.path import INLINE_BYTES, U8, U64
 from ucxkv.client.results import PutStatus
@@ -27,20 +28,18 @@ if TYPE_CHECKING:
     from ucxkv.client.link import NodeLink
     from ucxkv.transport.control import Message as ControlMessage
 
-__all__ = ["Putter", "runs"]
+__all__ = ["UNTRIED", "Putter"]
+
+UNTRIED = 0xFF
+"""Of a block whose message was not sent, or was refused as a whole: nothing of it happened. No caller sees this."""
 
 _PUTS_IN_FLIGHT = 8
-_CHUNK_BYTES_MIN = 1 << 20
-_CHUNK_BYTES_MAX = 8 << 20
-_CHUNKS_A_BATCH = 8
-_CHUNK_KEYS_MAX = 1024
-_AHEAD_MAX = 32
-_AHEAD_BYTES = 4 << 20
 _GRANT_IDLE_S = 10.0
 _RETRY_MIN_S = 0.001
 _RETRY_MAX_S = 0.05
 _UNAVAILABLE = int(PutStatus.UNAVAILABLE)
 _NO_SPACE = int(PutStatus.NO_SPACE)
+_ORDER = int(PutStatus.ORDER)
 
 
 class Putter:
@@ -86,7 +85,8 @@ class Putter:
     async def put_one(
         self, key: bytes, parent: bytes, address: int, nbytes: int, keep: object, deadline_ns: int
     ) -> int | None:
-        """Store one block that lies in one piece: its PutStatus; None: use `put` (no extent at hand).
+        """Store one block that lies in one piece: its PutStatus; None: use `put` (no extent at hand, or the node no
+        longer leads its shard).
 
         keep: owns the memory.
         """
@@ -94,14 +94,14 @@ class Putter:
         if place is None:
             return None
         self._note_put()
-        held, ahead = self.grants.count(nbytes), _ahead(nbytes)
+        held, ahead = self.grants.count(nbytes), ahead_count(nbytes)
         wanted = 0 if 2 * held > ahead else ahead - held  # a stock for many puts, so that few of them have to ask
         region, offset = place
         try:
             total = await self._path.write_one(address, nbytes, region, offset, keep, deadline_ns)
         except errors.Unavailable:
             self._give_back(region.to_bytes(2, "little"), offset.to_bytes(8, "little"))
-            return _UNAVAILABLE
+            return None if self._link.led else _UNAVAILABLE
         except BaseException:
             self._give_back(region.to_bytes(2, "little"), offset.to_bytes(8, "little"))
             raise
@@ -118,9 +118,12 @@ class Putter:
         try:
             future = self._start(message, deadline_ns)
             self._connection.wait_inline(future, deadline_ns)
-            return (await self._answer(future, 1, nbytes)).status[0]
+            status = (await self._answer(future, 1, nbytes)).status[0]
+        except errors.NotLeader:
+            return None
         except (errors.Unavailable, errors.DeadlineExceeded):
             return _UNAVAILABLE
+        return status if status != _ORDER or not self._link.led else None
 
     def check_durable(self) -> None:
         """Raises UsageError when the node keeps nothing durable."""
@@ -131,9 +134,20 @@ class Putter:
                 node=self._name,
             )
 
-    async def put(self, keys: bytes, parents: bytes, pieces: Pieces, deadline_ns: int, *, durable: bool = False) -> U8:
+    async def put(
+        self,
+        keys: bytes,
+        parents: bytes,
+        pieces: Pieces,
+        deadline_ns: int,
+        *,
+        durable: bool = False,
+        untried: int = _UNAVAILABLE,
+    ) -> U8:
         """Store n single-part blocks in order; PutStatus u8[n], UNAVAILABLE where no answer came in time.
 
+        untried: the status of blocks of which nothing happened: their message was not sent, or the node leads their
+        shard no longer.
         Raises JournalFailed for a durable put that the node cannot log, UsageError where it keeps nothing durable.
         """
         n = len(pieces)
@@ -142,9 +156,9 @@ class Putter:
         self._check_sizes(pieces)
         self._note_put()
         uniform = n == 1 or bool((pieces.nbytes == pieces.nbytes[0]).all())
-        if uniform and n <= _CHUNK_KEYS_MAX and int(pieces.nbytes[0]) * n <= _CHUNK_BYTES_MIN:
-            return await self._put_small(keys, parents, pieces, deadline_ns, durable)
-        status = np.full(n, _UNAVAILABLE, np.uint8)
+        if uniform and n <= CHUNK_KEYS_MAX and int(pieces.nbytes[0]) * n <= CHUNK_BYTES_MIN:
+            return await self._put_small(keys, parents, pieces, deadline_ns, durable, untried)
+        status = np.full(n, untried, np.uint8)
         flying: list[tuple[int, int, asyncio.Future[ControlMessage], int]] = []
         moved = 0
         try:
@@ -152,7 +166,7 @@ class Putter:
                 while begin < end:
                     length = int(pieces.nbytes[begin])
                     while flying and self.grants.count(length) < end - begin:
-                        await self._collect(flying.pop(0), status)  # its answer brings extents
+                        await self._collect(flying.pop(0), status, untried)  # its answer brings extents
                     batch = n - begin if uniform else end - begin
                     taken = await self._extents(length, end - begin, batch, deadline_ns)
                     if not len(taken):
@@ -163,17 +177,22 @@ class Putter:
                     some, above = keys[16 * begin : 16 * stop], parents[16 * begin : 16 * stop]
                     future = await self._send(some, above, part, taken, length, deadline_ns, durable)
                     flying.append((begin, stop, future, length))
+                    status[begin:stop] = _UNAVAILABLE  # from here on its answer alone tells
                     moved += length * len(taken)
                     if moved >= INLINE_BYTES:
                         moved = 0
                         await asyncio.sleep(0)
                     if len(flying) >= _PUTS_IN_FLIGHT:
-                        await self._collect(flying.pop(0), status)
+                        await self._collect(flying.pop(0), status, untried)
                     begin = stop
             if flying:
                 self._connection.wait_inline(flying[-1][2], deadline_ns)
             while flying:
-                await self._collect(flying.pop(0), status)
+                await self._collect(flying.pop(0), status, untried)
+        except errors.NotLeader:
+            while flying:  # each of them was refused too, or not
+                with contextlib.suppress(errors.Unavailable):
+                    await self._collect(flying.pop(0), status, untried)
         except (errors.Unavailable, errors.DeadlineExceeded):
             pass  # what was not answered stays UNAVAILABLE
         finally:
@@ -181,10 +200,12 @@ class Putter:
                 self._connection.discard(future)
         return status
 
-    async def _put_small(self, keys: bytes, parents: bytes, pieces: Pieces, deadline_ns: int, durable: bool) -> U8:
+    async def _put_small(
+        self, keys: bytes, parents: bytes, pieces: Pieces, deadline_ns: int, durable: bool, untried: int
+    ) -> U8:
         """One message, one round trip: the common case."""
         n, length = len(pieces), int(pieces.nbytes[0]) if len(pieces) else 0
-        status = np.full(n, _UNAVAILABLE, np.uint8)
+        status = np.full(n, untried, np.uint8)
         done = 0
         try:
             while done < n:
@@ -196,8 +217,10 @@ class Putter:
                 part = pieces.run(done, stop)
                 some, above = keys[16 * done : 16 * stop], parents[16 * done : 16 * stop]
                 future = await self._send(some, above, part, taken, length, deadline_ns, durable)
+                if untried != _UNAVAILABLE:
+                    status[done:stop] = _UNAVAILABLE
                 self._connection.wait_inline(future, deadline_ns)
-                await self._collect((done, stop, future, length), status)
+                await self._collect((done, stop, future, length), status, untried)
                 done = stop
         except (errors.Unavailable, errors.DeadlineExceeded):
             pass
@@ -258,9 +281,15 @@ class Putter:
         except errors.UcxKvError:
             return  # the connection is gone, and its grants with it
 
-    async def _collect(self, sent: tuple[int, int, asyncio.Future[ControlMessage], int], status: U8) -> None:
+    async def _collect(
+        self, sent: tuple[int, int, asyncio.Future[ControlMessage], int], status: U8, untried: int
+    ) -> None:
         begin, end, future, length = sent
-        answer = await self._answer(future, end - begin, length)
+        try:
+            answer = await self._answer(future, end - begin, length)
+        except errors.NotLeader:
+            status[begin:end] = untried
+            raise
         status[begin:end] = np.frombuffer(answer.status, np.uint8)
 
     async def _answer(self, future: asyncio.Future[ControlMessage], n: int, length: int) -> m.PutDone:
@@ -281,7 +310,7 @@ class Putter:
         """
         self._check_sizes(pieces)
         self._note_put()
-        count = min(len(pieces), _CHUNK_KEYS_MAX)
+        count = min(len(pieces), CHUNK_KEYS_MAX)
         taken = await self._extents(int(pieces.nbytes[0]), count, len(pieces), deadline_ns)
         if not len(taken):
             return None
@@ -308,7 +337,7 @@ class Putter:
         try:
             is_full = False
             while (held := self.grants.count(length)) < count:
-                missing = min(batch - held, 4 * _CHUNK_KEYS_MAX)
+                missing = min(batch - held, 4 * CHUNK_KEYS_MAX)
                 try:
                     answer = await self._link.ask(m.Grant(length=length, count=missing), deadline_ns)
                 except errors.DeadlineExceeded:
@@ -350,28 +379,3 @@ class Putter:
                 self._link.tell(m.Return(regions=regions, offsets=offsets))
             except errors.UcxKvError:
                 return
-
-
-def _ahead(length: int) -> int:
-    """Extents for values of `length` bytes to hold for single puts."""
-    return max(1, min(_AHEAD_MAX, _AHEAD_BYTES // max(1, length)))
-
-
-def _chunk_bytes(total: int) -> int:
-    """Bytes that one put message commits, of a batch of `total` bytes: few messages, and still some to overlap."""
-    return min(_CHUNK_BYTES_MAX, max(_CHUNK_BYTES_MIN, total // _CHUNKS_A_BATCH))
-
-
-def runs(pieces: Pieces, *, uniform: bool) -> list[tuple[int, int]]:
-    """Runs of neighbouring values of one length, (begin, end): each is copied while the one before it is committed, in
-    one message. uniform: all are of one length.
-    """
-    limit = _chunk_bytes(pieces.total_bytes)
-    edges = [0, len(pieces)]
-    if not uniform:
-        edges[1:1] = (np.flatnonzero(np.diff(pieces.nbytes)) + 1).tolist()
-    out = []
-    for begin, end in itertools.pairwise(edges):
-        step = max(1, min(_CHUNK_KEYS_MAX, limit // max(1, int(pieces.nbytes[begin]))))
-        out += [(at, min(at + step, end)) for at in range(begin, end, step)]
-    return out

@@ -1,5 +1,9 @@
 """Reads over all nodes: one pass per node over the keys still missing, best guess first. Statuses, never
 exceptions, per key.
+
+Where the directory has shards, a chain whose root is known is asked for at its shard's leader alone; a key that nobody
+has is a MISS when the nodes that answered lead all the shards it may be in, and UNAVAILABLE otherwise. No read waits
+for a leader.
 """
 
 from __future__ import annotations
@@ -30,16 +34,19 @@ def plan(
 ) -> list[tuple[NodeLink, npt.NDArray[np.intp]]]:
     """In which order to ask which nodes for which keys (indices); every node is asked for every key at most once.
 
-    root: the chain's first key, when the caller knows it. Without it, a chain whose first key was seen before is
-    asked for where that was; else each key is taken for a root.
+    root: the chain's first key, when the caller knows it; with shards, its leader is the only node to ask, and while
+    there is none, nobody is asked. Without it, a chain whose first key was seen before is asked for where that was;
+    else each key is taken for a root.
     """
     everything = np.arange(len(keys))
     if router.sole is not None:
         return [(router.sole, everything)]
     if not router.links:
         return []
-    first = root if root is not None else keys[0].tobytes()
-    if root is not None or len(keys) == 1 or router.remembered(first) is not None:
+    if root is not None:
+        return [(link, everything) for link in router.links_of(root)]
+    first = keys[0].tobytes()
+    if len(keys) == 1 or router.remembered(first) is not None:
         return [(link, everything) for link in router.order(first)]
     homes = np.array(router.home_names(keys))
     steps = [(link, np.flatnonzero(homes == name)) for name, link in router.links.items()]
@@ -60,7 +67,9 @@ async def read_blocks(
     status = np.full(n, int(ReadStatus.MISS if router.links else ReadStatus.UNAVAILABLE), np.uint8)
     lengths = np.zeros(n, np.uint64)
     sources: dict[str, int] = {}
-    for link, indices in plan(router, keys, root):
+    steps = plan(router, keys, root)
+    silent: set[NodeLink] = set()
+    for link, indices in steps:
         open_ones = status[indices]
         wanted = indices[(open_ones == _MISS) | (open_ones == _UNAVAILABLE)]
         if not len(wanted):
@@ -69,12 +78,16 @@ async def read_blocks(
         some = keys if whole else keys[wanted]
         part = pieces if whole else pieces.take(wanted)
         got, sizes = await _read_at(router, link, some.tobytes(), part, deadline_ns)
+        if router.shards.count and (got == _UNAVAILABLE).any():
+            silent.add(link)
         status[wanted], lengths[wanted] = got, sizes
         hits = len(got) - int(np.count_nonzero(got))
         if hits:
             sources[link.name] = sources.get(link.name, 0) + hits
             if router.sole is None:
                 router.remember(keys[wanted[0]].tobytes(), link)
+    if router.shards.count and not router.covers({link for link, _ in steps} - silent, root):
+        status[status == _MISS] = _UNAVAILABLE
     return status, lengths, sources
 
 

@@ -154,6 +154,7 @@ class PeerInfo:
     """One node as this client sees it; `why` says why the path was chosen, or why the node is not reachable.
 
     way: where it is, seen from here: "same process", "same host", "same rail", "cross rail" or "TCP"; "" unreachable.
+    leads: shards of the directory that it leads, by its own word or, unreachable, that of others; 0 without shards.
     """
 
     name: str
@@ -162,6 +163,7 @@ class PeerInfo:
     why: str
     alive: bool
     way: str = ""
+    leads: int = 0
 
 
 @dataclass(frozen=True, slots=True)

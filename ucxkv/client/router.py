@@ -1,9 +1,9 @@
 """Which node to ask: the links to all nodes, the homes of chains, reconnection.
 
-A chain lives at the home of its root (rendezvous hashing over the members' names), and a child lives where its parent
-lives. For a key whose root is not known the nodes are asked in order, best guess first; what was found is
-remembered in a
-bounded cache that is never trusted, only tried first.
+A chain lives at the home of its root (rendezvous hashing over the members' names; where the directory has shards, the
+leader of the root's shard, see `leading`), and a child lives where its parent lives. For a key whose root is not known
+the nodes are asked in order, best guess first; what was found is remembered in a bounded cache that is never trusted,
+only tried first.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ucxkv import errors
+from ucxkv.client.leading import ShardMap
 from ucxkv.client.mapped import MappedPath
 from ucxkv.client.opening import open_link
 from ucxkv.client.results import PathKind, PeerInfo
@@ -26,6 +27,8 @@ from ucxkv.transport.ranking import Source, rank_sources
 from ucxkv.whereabouts import process_identity
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy as np
     import numpy.typing as npt
 
@@ -40,6 +43,9 @@ __all__ = ["Router"]
 _CACHE_MAX = 65_536
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 _DIAL_S = 5.0
+_LEAVE_S = 5.0
+_LOOK_S = 0.5
+_ANY_KEY = b"\1" * 16
 
 log = logging.getLogger("ucxkv.client")
 
@@ -55,13 +61,17 @@ class Router:
         self._reported: dict[str, list[m.MemberInfo]] = {}
         self._last_error: dict[str, str] = {}
         self._dialing: dict[str, asyncio.Task[None]] = {}
+        self._leaving: dict[NodeLink, asyncio.Task[None]] = {}
+        self._looking: dict[str, asyncio.Task[None]] = {}
+        self.shards = ShardMap()
+        """Who leads which shard; empty where the directory has none."""
         self._members: Members | None = None
         self._homes: dict[bytes, str] = {}
         self._nearest: list[NodeLink] = []
         self._is_open = True
         self._is_opening = False
         self.sole: NodeLink | None = None
-        """The only node there is, when there is one: spares all routing."""
+        """The only node there is, when there is one and it answers for everything: spares all routing."""
         self.fast: tuple[NodeLink, MappedPath] | None = None
         """The sole node and its path when that is mapped: a look-up or a small put is then one C call away."""
         self.fast_read: tuple[NodeLink, ReadInto] | None = None
@@ -104,8 +114,14 @@ class Router:
         if not link.is_alive:
             link.close()
             raise errors.Unavailable("the connection closed at once", node=link.name)
+        try:
+            self.shards.welcomed(link.name, link.welcome)
+        except errors.Unavailable:
+            link.close()
+            raise
         self.links[link.name] = link
         self._reported[link.name] = link.welcome.members
+        self.look_for_leaders(self.shards.behind())
         self._changed()
 
     def on_message(self, connection: ControlConnection, message: ControlMessage) -> None:
@@ -116,6 +132,9 @@ class Router:
                 for link in self.links.values():
                     if link.connection is connection:
                         self._reported[link.name] = known.members
+                        if self.shards.count:
+                            self.shards.heard(known.leaders)
+                            self.look_for_leaders(self.shards.behind())
                         self._changed()
                         break
 
@@ -124,16 +143,34 @@ class Router:
         if self.links.get(link.name) is not link:
             return
         del self.links[link.name]
+        self.shards.lost(link.name)
         reason = link.connection.close_reason
-        self._last_error[link.name] = str(reason) if reason else "the connection closed"
+        why = "it went over to another epoch" if link.is_leaving else "the connection closed"
+        self._last_error[link.name] = str(reason) if reason else why
         log.warning("link.lost node=%s why=%s", link.name, self._last_error[link.name])
+        if link.is_leaving:
+            self._leaving[link] = asyncio.create_task(self._see_off(link), name=f"leave-{link.name}")
+        else:
+            self._unmap(link)
+            link.path.close()
+        self._changed()
+        self._redial(link.name)
+
+    def _unmap(self, link: NodeLink) -> None:
+        """The memory behind this link is about to go."""
         if isinstance(link.path, MappedPath):
             for other in self.links.values():
                 if isinstance(other.path, MappedPath):
                     other.path.unmap_regions_of(link.path)
-        link.path.close()
-        self._changed()
-        self._redial(link.name)
+
+    async def _see_off(self, link: NodeLink) -> None:
+        """Close a link that was left, when the puts that run on it have their answers."""
+        try:
+            await link.wait_quiet(_LEAVE_S)
+        finally:
+            self._unmap(link)
+            link.close()
+            del self._leaving[link]
 
     def _changed(self) -> None:
         known: dict[str, m.MemberInfo] = {}
@@ -148,6 +185,8 @@ class Router:
         self._known = known
         self._members = Members({NodeId(name): member.weight for name, member in known.items()}) if known else None
         sole = next(iter(self.links.values())) if len(self.links) == 1 and len(known) == 1 else None
+        if sole is not None and not self.covers((sole,)):
+            sole = None
         self.sole = sole
         self.fast = (sole, sole.path) if sole is not None and isinstance(sole.path, MappedPath) else None
         read_into = sole.path.read_into if sole is not None else None
@@ -170,16 +209,21 @@ class Router:
                 await self._dial(self._known[name].address, time.monotonic_ns() + int(_DIAL_S * 1e9))
             except errors.UcxKvError as exc:
                 self._last_error[name] = str(exc)
+            if name in self.links:
+                break
             await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
             attempt += 1
 
     async def aclose(self) -> None:
         """Leave every node in good order. Idempotent."""
         self._is_open = False
-        tasks = list(self._dialing.values())
+        tasks = [*self._dialing.values(), *self._looking.values(), *self._leaving.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for link in list(self._leaving):  # whose task was cancelled before it began
+            link.close()
+        self._leaving.clear()
         for link in list(self.links.values()):
             link.close()
         self.links.clear()
@@ -189,16 +233,61 @@ class Router:
     # ---- homes
 
     def home_link(self, root: bytes) -> NodeLink | None:
-        """The node where a chain that starts with `root` belongs; None while it is not reachable."""
+        """The node where a chain that starts with `root` belongs; None while it is not reachable.
+
+        With shards: the one that leads the root's shard by its own word, so that what it does not have is nowhere.
+        """
         if self._members is None:
             return None
+        if self.shards.count:
+            return self.links.get(self.shards.leader(root))
         return self.links.get(home(root, self._members))
 
     def home_names(self, roots: npt.NDArray[np.uint8]) -> list[str]:
-        """The home of each of n roots, by name."""
+        """The home of each of n roots, by name; "" for none."""
+        if self.shards.count:
+            return self.shards.leaders(roots)
         assert self._members is not None
         nodes = self._members.nodes
         return [nodes[i] for i in home_indices(roots, self._members)]
+
+    def covers(self, links: Iterable[NodeLink], root: bytes | None = None) -> bool:
+        """Whether a key that none of these links has, each asked in its epoch, is nowhere; with root: a key of its
+        chain. Without shards: always.
+        """
+        return self.shards.covers((link.led for link in links), root)
+
+    async def is_current(self, link: NodeLink, key: bytes, deadline_ns: int) -> bool:
+        """Whether the node still answers in the epoch it welcomed this link in: what it said until now it said in that
+        epoch, by messages too. Looks up `key`, whether it is there or not.
+        """
+        try:
+            await link.path.exists(key, deadline_ns)
+        except errors.Unavailable:
+            return False
+        return link.is_alive
+
+    async def is_nowhere(self, links: Iterable[NodeLink], key: bytes, deadline_ns: int) -> bool:
+        """Whether `key` is nowhere if these nodes said on their control connections that they do not have it: those of
+        them that are still in their epochs lead all shards. Without shards: always.
+        """
+        if not self.shards.count:
+            return True
+        return self.covers([link for link in links if await self.is_current(link, key, deadline_ns)])
+
+    def look_for_leaders(self, names: Iterable[str] | None = None) -> None:
+        """Have those of these nodes (default: all) that went over to another epoch dialled again, since they may lead
+        other shards by now. Returns at once.
+        """
+        for name in list(self.links) if names is None else names:
+            if name not in self._looking and self._is_open:
+                self._looking[name] = asyncio.create_task(self._look_at(self.links[name]), name=f"look-{name}")
+
+    async def _look_at(self, link: NodeLink) -> None:
+        try:
+            await self.is_current(link, _ANY_KEY, time.monotonic_ns() + int(_LOOK_S * 1e9))  # the path notices
+        finally:
+            del self._looking[link.name]
 
     @property
     def members(self) -> Members | None:
@@ -219,6 +308,17 @@ class Router:
         first = self.links.get(self._homes.get(key, "")) or self.home_link(key)
         return self._nearest if first is None else [first, *(link for link in self._nearest if link is not first)]
 
+    def links_of(self, root: bytes) -> list[NodeLink]:
+        """The nodes to ask for a chain that starts with `root`, in order. With shards: its shard's leader alone, so
+        that what it does not have is nowhere, and no node while there is none.
+        """
+        if not self.shards.count:
+            return self.order(root)
+        leader = self.sole or self.home_link(root)
+        if leader is None:
+            self.look_for_leaders()
+        return [] if leader is None else [leader]
+
     def remembered(self, key: bytes) -> NodeLink | None:
         """The node where `key` was seen last, while it is reachable."""
         return self.links.get(self._homes.get(key, ""))
@@ -229,11 +329,11 @@ class Router:
         for name, member in sorted(self._known.items()):
             link = self.links.get(name)
             if link is not None:
-                out.append(PeerInfo(name, member.address, link.path.kind, link.path.why, True, link.way.words))
+                path, leads = link.path, self.shards.leads(name)
+                out.append(PeerInfo(name, member.address, path.kind, path.why, True, link.way.words, leads))
             else:
-                out.append(
-                    PeerInfo(name, member.address, PathKind.NONE, self._last_error.get(name, "not reached yet"), False)
-                )
+                why_not, leads = self._last_error.get(name, "not reached yet"), self.shards.leads(name)
+                out.append(PeerInfo(name, member.address, PathKind.NONE, why_not, False, "", leads))
         return out
 
     # ---- regions of other nodes

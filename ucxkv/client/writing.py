@@ -1,4 +1,7 @@
-"""Puts over all nodes: each chain goes to one home, in token order; parts go where placement puts them."""
+"""Puts over all nodes: each chain goes to one home, in token order; parts go where placement puts them.
+
+Where the directory has shards, a chain's home is the leader of its root's shard, and a put waits for one.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ import numpy as np
 
 from ucxkv import errors
 from ucxkv.client.mapped import MappedPath
+from ucxkv.client.putter import UNTRIED
 from ucxkv.client.results import Part, PutStatus
+from ucxkv.client.retrying import until_decided
 from ucxkv.ids import ROOT_KEY
 from ucxkv.placement import part_indices
 from ucxkv.protocol import messages as m
@@ -25,6 +30,8 @@ if TYPE_CHECKING:
     KeyRows = npt.NDArray[np.uint8]
 
 __all__ = ["chained", "put_blocks", "put_parts"]
+
+_ORDER, _UNAVAILABLE = int(PutStatus.ORDER), int(PutStatus.UNAVAILABLE)
 
 
 def chained(keys: KeyRows) -> KeyRows:
@@ -57,6 +64,7 @@ async def _homes(router: Router, keys: KeyRows, parents: KeyRows, deadline_ns: i
 
 
 async def _find(router: Router, key: bytes, deadline_ns: int) -> NodeLink | None:
+    answered = []
     for link in router.order(key):
         try:
             if (await link.path.exists(key, deadline_ns))[0]:
@@ -64,6 +72,9 @@ async def _find(router: Router, key: bytes, deadline_ns: int) -> NodeLink | None
                 return link
         except errors.Unavailable:
             continue
+        answered.append(link)
+    if not router.covers(answered):
+        return None  # a leader that was not asked may have it
     return router.remembered(key) or router.home_link(key)  # nobody has it whole: some of its parts may be out
 
 
@@ -76,10 +87,23 @@ async def put_blocks(
     router: Router, keys: KeyRows, parents: KeyRows, pieces: Pieces, deadline_ns: int, *, durable: bool = False
 ) -> U8:
     """Store n single-part blocks: PutStatus u8[n]. durable: all on nodes that keep them, or UsageError and none."""
-    n = len(keys)
+    if router.shards.count:
+
+        async def attempt(keys: KeyRows, parents: KeyRows, pieces: Pieces) -> U8:
+            return await _put_blocks(router, keys, parents, pieces, deadline_ns, durable, UNTRIED)
+
+        return await until_decided(router, keys, parents, pieces, deadline_ns, attempt)
     if router.sole is not None:
         return await router.sole.putter.put(keys.tobytes(), parents.tobytes(), pieces, deadline_ns, durable=durable)
-    status = np.full(n, PutStatus.UNAVAILABLE, np.uint8)
+    return await _put_blocks(router, keys, parents, pieces, deadline_ns, durable, _UNAVAILABLE)
+
+
+async def _put_blocks(
+    router: Router, keys: KeyRows, parents: KeyRows, pieces: Pieces, deadline_ns: int, durable: bool, untried: int
+) -> U8:
+    """Try once. untried: the status of blocks of which nothing happened."""
+    n = len(keys)
+    status = np.full(n, untried, np.uint8)
     homes = await _homes(router, keys, parents, deadline_ns)
     alive = [link for link in dict.fromkeys(homes) if link is not None and link.is_alive]
     for link in alive if durable else ():
@@ -90,10 +114,22 @@ async def put_blocks(
         some_keys, some_parents = (keys, parents) if whole else (keys[mine], parents[mine])
         part = pieces if whole else pieces.take(mine)
         raw_keys, raw_parents = some_keys.tobytes(), some_parents.tobytes()
-        status[mine] = await link.putter.put(raw_keys, raw_parents, part, deadline_ns, durable=durable)
+        done = await link.putter.put(raw_keys, raw_parents, part, deadline_ns, durable=durable, untried=untried)
+        if untried == UNTRIED:
+            await _doubt(router, link, raw_keys[:16], done, deadline_ns)
+        status[mine] = done
         router.remember(keys[mine[0]].tobytes(), link)
         router.remember(keys[mine[-1]].tobytes(), link)
     return status
+
+
+async def _doubt(router: Router, link: NodeLink, key: bytes, status: U8, deadline_ns: int) -> None:
+    """Take back what `link` said of parents that are not there, when it may not have led their shard any more."""
+    orders = status == _ORDER
+    if orders.any() and not await router.is_current(link, key, deadline_ns):
+        status[orders] = UNTRIED
+    if (status == UNTRIED).any():
+        router.shards.doubt(link.name)
 
 
 async def put_parts(
@@ -105,7 +141,20 @@ async def put_parts(
     A block is sent with its parent or after it, so one whose part goes to another node than its parent's waits for the
     parent's message to be answered.
     """
-    status = np.full(len(keys), PutStatus.UNAVAILABLE, np.uint8)
+    if router.shards.count:
+
+        async def attempt(keys: KeyRows, parents: KeyRows, pieces: Pieces) -> U8:
+            return await _put_parts(router, keys, parents, pieces, part, deadline_ns, UNTRIED)
+
+        return await until_decided(router, keys, parents, pieces, deadline_ns, attempt)
+    return await _put_parts(router, keys, parents, pieces, part, deadline_ns, _UNAVAILABLE)
+
+
+async def _put_parts(
+    router: Router, keys: KeyRows, parents: KeyRows, pieces: Pieces, part: Part, deadline_ns: int, untried: int
+) -> U8:
+    """Try once. untried: the status of blocks of which nothing happened."""
+    status = np.full(len(keys), untried, np.uint8)
     homes = await _homes(router, keys, parents, deadline_ns)
     if router.members is None:
         return status
@@ -124,26 +173,37 @@ async def put_parts(
         groups.setdefault(sent[key], []).append(i)
     for (_, home, holder), mine in sorted(groups.items(), key=lambda group: group[0][0]):
         index = np.array(mine, np.intp)
-        try:
-            status[index] = await _put_group(
-                home, holder, keys[index], parents[index], pieces.take(index), part, deadline_ns
-            )
-        except errors.Unavailable:
-            continue  # stays UNAVAILABLE
-        for key in _rows(keys[index]):
-            router.remember(key, home)  # where its other parts go, and the blocks below it
+        done = await _put_group(
+            home, holder, keys[index], parents[index], pieces.take(index), part, deadline_ns, untried
+        )
+        if untried == UNTRIED:
+            await _doubt(router, home, keys[index[0]].tobytes(), done, deadline_ns)
+        status[index] = done
+        for key, state in zip(_rows(keys[index]), done.tolist(), strict=True):
+            if state not in (UNTRIED, _UNAVAILABLE):
+                router.remember(key, home)  # where its other parts go, and the blocks below it
     return status
 
 
 async def _put_group(
-    home: NodeLink, holder: NodeLink, keys: KeyRows, parents: KeyRows, pieces: Pieces, part: Part, deadline_ns: int
+    home: NodeLink,
+    holder: NodeLink,
+    keys: KeyRows,
+    parents: KeyRows,
+    pieces: Pieces,
+    part: Part,
+    deadline_ns: int,
+    untried: int,
 ) -> U8:
-    status = np.full(len(keys), PutStatus.UNAVAILABLE, np.uint8)
+    status = np.full(len(keys), untried, np.uint8)
     at = 0
     while at < len(keys):
         length = int(pieces.nbytes[at])
         same = int(np.argmin(np.append(pieces.nbytes[at:] == length, False)))
-        lent = await holder.putter.lend(pieces.run(at, at + same), deadline_ns)
+        try:
+            lent = await holder.putter.lend(pieces.run(at, at + same), deadline_ns)
+        except errors.Unavailable:
+            break
         if lent is None:
             status[at:] = PutStatus.NO_SPACE
             break
@@ -163,14 +223,19 @@ async def _put_group(
             owner_session=holder.welcome.session,
             deadline_ms=max(1, (deadline_ns - time.monotonic_ns()) // 1_000_000),
         )
+        status[at:end] = _UNAVAILABLE  # from here on its answer alone tells
         try:
             answer = await home.ask(message, deadline_ns)
-        except BaseException:
+        except BaseException as exc:
             if holder is not home:
                 holder.putter.abandon(taken)  # whichever comes first at the holder, this or the home's adoption, wins
-            raise
+            if not isinstance(exc, errors.Unavailable):
+                raise
+            if isinstance(exc, errors.NotLeader):
+                status[at:end] = untried
+            break
         if not isinstance(answer, m.PutDone) or len(answer.status) != end - at:
-            raise errors.Unavailable("the node's answer to a put does not fit it", node=home.name)
+            break
         status[at:end] = np.frombuffer(answer.status, np.uint8)
         at = end
     return status

@@ -28,7 +28,7 @@ from ucxkv.buffers import Pieces
 from ucxkv.client.grants import Taken
 from ucxkv.client.opening import LinkOptions, open_link
 from ucxkv.client.path import sums_of
-from ucxkv.client.putter import runs
+from ucxkv.client.chunking import runs
 from ucxkv.client.results import PathKind
 from ucxkv.dial import Caller, answer_to, start_asking
 from ucxkv.protocol import messages as m
