@@ -46,7 +46,9 @@ LAYERS = {
     "ucxkv.client": "client",
     "ucxkv.sequence": "client",
     "ucxkv.sync": "client",
-    "ucxkv.client.grants": "link",  # one node's link and the paths to its memory: a node is a client of others too
+    "ucxkv.client.chunking": "link",  # one node's link and the paths to its memory: a node is a client of others too
+    "ucxkv.client.grants": "link",
+    "ucxkv.client.leading": "link",
     "ucxkv.client.link": "link",
     "ucxkv.client.mapped": "link",
     "ucxkv.client.message": "link",

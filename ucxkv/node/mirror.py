@@ -25,10 +25,10 @@ import structlog
 
 from ucxkv import errors
 from ucxkv.buffers import Pieces
+from ucxkv.client.chunking import runs
 from ucxkv.client.grants import Taken
 from ucxkv.client.opening import LinkOptions, open_link
 from ucxkv.client.path import sums_of
-from ucxkv.client.chunking import runs
 from ucxkv.client.results import PathKind
 from ucxkv.dial import Caller, answer_to, start_asking
 from ucxkv.protocol import messages as m
@@ -307,7 +307,7 @@ class Mirror:
         log.warning("mirror.down", node=self.member.name, address=self.member.address, why=why)
 
     def _lost(self, link: NodeLink) -> None:
-        link.path.close()
+        link.close()
         if self._link is link:
             self._link = None
             reason = link.connection.close_reason
