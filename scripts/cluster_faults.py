@@ -27,6 +27,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from tests.cluster.campaign import Campaign
 
 ROOT = Path(__file__).resolve().parent.parent
+SHOWN_LINES = 12
+_STEPS_S = 1.0
 MODES = ("leader", "replica", "both", "mix")
 
 
@@ -106,7 +109,7 @@ class Run:
         self.arguments = arguments
         self.folder = folder
         self.kills: Counter[str] = Counter()
-        self.rounds = 0
+        self.kills_at_steps = self.rounds = 0
         self.started_s = time.monotonic()
         self._shown_s = 0.0
 
@@ -151,6 +154,7 @@ class Run:
 
     def _finish(self, campaign: Campaign) -> None:
         campaign.serve("the last fault was over")
+        campaign.await_in_sync("the last fault was over")
         campaign.pause()
 
     # ---- rounds of kill -9
@@ -166,6 +170,7 @@ class Run:
             campaign.sleep(rng.choice((0.2, 1.0)) * rng.random())
             campaign.serve(f"the kills of round {number}")
             campaign.pause()
+            campaign.await_in_sync(f"the kills of round {number}")
             campaign.recorded.read()
             mine = [name for name in campaign.recorded.chains if name.startswith(f"{prefix}.")]
             older = [name for name in campaign.recorded.chains if name not in mine]
@@ -176,19 +181,26 @@ class Run:
                 return
 
     def _kill(self, campaign: Campaign, mode: str) -> None:
-        """Of the leader of some shard, of one of its replicas, or of both, once or again while they start."""
+        """Of the leader of some shard, of one of its replicas, or of both, once or again while they start; at any
+        moment, or some steps on in its work."""
         rng, field = campaign.rng, campaign.field
         leader = field.leader(rng)
         replica = field.replica_of(leader, rng) or leader
         victims = {"leader": [leader], "replica": [replica], "both": list(dict.fromkeys([leader, replica]))}[mode]
         for _ in range(2 if rng.random() < 0.2 else 1):
             led = field.led_by([node.name for node in victims])
+            if rng.random() < 0.6:
+                for node in victims:
+                    node.doom(rng.choice((3, 20, 100)) + rng.randrange(20))
+                campaign.sleep_until(lambda: not any(node.is_doomed for node in victims), _STEPS_S)
+            at_steps = sum(not node.is_up for node in victims)
+            self.kills_at_steps += at_steps
             before_ns = time.monotonic_ns()
             blow = field.kill(victims)
             campaign.faults[f"kill of {mode}"] += 1
             campaign.deaths.append((before_ns, led))
             self.kills[mode] += len(victims)
-            campaign.note(f"FAULT {blow.text} ({mode})")
+            campaign.note(f"FAULT {blow.text} ({mode}{f', {at_steps} at a step' * bool(at_steps)})")
             campaign.sleep(rng.choice((0.0, 0.5, 1.5)) * rng.random() * campaign.lease_s)
             campaign.undo(blow)
             campaign.sleep(1.5 * rng.random())
@@ -224,7 +236,8 @@ class Run:
         middle = statistics.median(times) if times else 0.0
         said = {
             "script": "cluster_faults", "pid": os.getpid(), "seed": self.arguments.seed, "seconds": round(lasted_s, 1),
-            "rounds": self.rounds, "kills": self.kills.total(), "faults": dict(campaign.faults),
+            "rounds": self.rounds, "kills": self.kills.total(), "kills_at_steps": self.kills_at_steps,
+            "faults": dict(campaign.faults),
             "operations": found.operations, "unknown": found.unknown, "acknowledged": found.acknowledged,
             "calls": dict(campaign.counts), "violations": found.violations, "found": dict(found.counts),
             "lost": found.counts["lost"], "wrong": found.counts["wrong"], "holes": found.counts["hole"],
@@ -237,7 +250,9 @@ class Run:
         if sys.stderr.isatty():
             print(file=sys.stderr)
         for text in found.texts[:5]:
-            print(f"VIOLATION {text}")
+            print(f"VIOLATION {_short(text)}")
+        if found.texts:
+            print(f"all {len(found.texts)} of them, whole: {self.folder / 'violations.txt'}; faults: events.log")
         print("faults: " + ", ".join(f"{count} {kind}" for kind, count in sorted(campaign.faults.items())))
         print("calls: " + ", ".join(f"{count} {name}" for name, count in sorted(campaign.counts.items())))
         print(
@@ -245,13 +260,27 @@ class Run:
             f"{len(times)} shards served again after kill -9: p50 {middle:.2f} s, max {max(times, default=0):.2f} s"
         )
         if self.arguments.rounds:
-            holes = ", ".join(f"{found.counts[kind]} {kind}" for kind in ("lost", "back", "wrong", "hole", "order"))
-            print(f"{self.rounds} rounds, {self.kills.total()} kills, {found.acknowledged} acknowledged, {holes}")
+            kinds = ", ".join(f"{found.counts[kind]} {kind}" for kind in ("lost", "back", "wrong", "hole", "order"))
+            kills = f"{self.kills.total()} kills ({self.kills_at_steps} at steps)"
+            print(f"{self.rounds} rounds, {kills}, {found.acknowledged} acknowledged, {kinds}")
         print(
             f"{lasted_s:.0f} s, {campaign.faults.total()} faults, {found.operations} operations, "
             f"{found.violations} violations, {found.counts['lost']} acknowledged lost"
         )
 
 
+def _short(text: str) -> str:
+    """Its first line and its last ones: of a history, what cannot follow."""
+    lines = text.splitlines()
+    if len(lines) <= SHOWN_LINES + 2:
+        return text
+    return "\n".join([lines[0], "  ...", *lines[-SHOWN_LINES:]])
+
+
+def _terminated(*_: object) -> None:
+    raise SystemExit(143)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _terminated)  # so that what was started is ended
     sys.exit(main())

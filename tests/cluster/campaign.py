@@ -146,6 +146,12 @@ class Campaign:
             self._workers.poll()
             time.sleep(min(_TICK_S, max(0.0, until_s - time.monotonic())))
 
+    def sleep_until(self, is_so: Callable[[], bool], seconds: float) -> None:
+        """Look after everything until it is so, or for so long."""
+        until_s = time.monotonic() + seconds
+        while not is_so() and time.monotonic() < until_s:
+            self.sleep(_TICK_S / 4)
+
     def _until(self, is_so: Callable[[], bool], seconds: float, what: str) -> bool:
         until_s = time.monotonic() + seconds
         while not is_so():
@@ -209,7 +215,7 @@ class Campaign:
         is_memory = o.durability == "memory"
         planned = draw(self.rng, self.lease_s, has_network=o.namespaces, is_memory=is_memory)
         if is_memory and any(fault.kind == "kill" for fault in planned):
-            self._until(self._is_in_sync, 30 + 10 * self.lease_s, "all shards have all their replicas")
+            self.await_in_sync("the next kill was due")
         began_s = time.monotonic()
         todo = [(began_s + fault.after_s, fault) for fault in planned]
         active: list[tuple[float, Blow]] = []
@@ -224,6 +230,12 @@ class Campaign:
                 active.remove(item)
                 self.undo(item[1])
             self.sleep(_TICK_S)
+
+    def await_in_sync(self, why: str) -> None:
+        """Wait until every shard has all its replicas again."""
+        if self.options.replicas:
+            what = f"every shard has all its replicas, since {why}"
+            self._until(self._is_in_sync, 30 + 10 * self.lease_s, what)
 
     def _is_in_sync(self) -> bool:
         full = min(len(self.machines.nodes), self.options.replicas)

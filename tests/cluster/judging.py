@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.cluster.chains import Chain
@@ -22,12 +22,15 @@ from tests.cluster.record import ABSENT, WRONG
 from tests.sim.history import Operation
 from tests.sim.linear import ChainModel, TooHard, check
 
-__all__ = ["AUDITOR", "Findings", "ServedChain", "failovers", "judge"]
+__all__ = ["AUDITOR", "UNSEEN", "Findings", "ServedChain", "failovers", "judge"]
 
 AUDITOR = "auditor"
 """Whose gets are the last reading."""
 
-_CONFIGURATIONS = 400_000
+UNSEEN = "*"
+"""In the place of contents that nobody read."""
+
+_CONFIGURATIONS = 100_000
 _STANDSTILL_NS = 120 * 10**9
 
 
@@ -97,12 +100,29 @@ def judge(chains: Mapping[str, Sequence[Operation]], *, is_read: bool = True) ->
                 acknowledged.compare(name, operations, found)
                 _find_holes(name, operations, found)
         try:
-            verdict = check(operations, ServedChain(is_durable=chain.is_durable), configurations_limit=_CONFIGURATIONS)
+            verdict = check(
+                _plainer(operations, is_durable=chain.is_durable),
+                ServedChain(is_durable=chain.is_durable),
+                configurations_limit=_CONFIGURATIONS,
+            )
         except TooHard as error:
             found.add("undecided", f"chain {name}: {error}")
             continue
         if not verdict.is_linearizable:
             found.add("order", f"chain {name} of {len(operations)} operations is {verdict}")
+    return found
+
+
+def _plainer(operations: Sequence[Operation], *, is_durable: bool) -> list[Operation]:
+    """The same question to the search, with fewer orders to try: contents that nobody ever read are one and the same,
+    and of a cache chain, whose blocks may leave at any moment anyway, a delete of unknown outcome says nothing."""
+    seen = {one.result for one in operations if one.name == "get" and one.is_known}
+    found = []
+    for one in operations:
+        if one.name == "put" and one.argument[1] not in seen:
+            one = replace(one, argument=(one.argument[0], UNSEEN))
+        if is_durable or one.is_known or one.name != "delete":
+            found.append(one)
     return found
 
 

@@ -42,19 +42,22 @@ def knows_replicas() -> bool:
 
 
 class NodeMachine:
-    """One node, over all its lives. name: in the cluster, host: where it runs."""
+    """One node, over all its lives. name: in the cluster, host: where it runs. steps: the file that `doom` writes, see
+    tests/cluster/dying_node.py."""
 
-    def __init__(self, name: str, host: str, argv: Sequence[str], address: str, log: Path) -> None:
+    def __init__(self, name: str, host: str, argv: Sequence[str], address: str, log: Path, steps: Path) -> None:
         self.name = name
         self.host = host
         self.address = address
         self.is_wanted = False
         self.is_ready = False
         self.is_frozen = False
+        self.is_doomed = False
         self.lives = 0
         self.surprises: list[str] = []
         self._argv = list(argv)
         self._log_path = log
+        self._steps = steps
         self._log: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._again_s = 0.0
@@ -68,8 +71,9 @@ class NodeMachine:
         self.lives += 1
         env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
         self._process = subprocess.Popen(
-            self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=env, start_new_session=True
-        )
+            self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=env, cwd=ROOT,
+            start_new_session=True,
+        )  # fmt: skip
 
     def poll(self) -> None:
         """See what became of it; start it again when it is to run and does not."""
@@ -80,7 +84,9 @@ class NodeMachine:
         if self._process.poll() is None:
             self.is_ready = self.is_ready or self._says_ready()
             return
-        if self.is_ready:
+        if self.is_doomed:
+            self.is_wanted = False
+        elif self.is_ready:
             self.surprises.append(
                 f"node {self.name} ended by itself, exit code {self._process.returncode}: {self.tail()}"
             )
@@ -111,6 +117,19 @@ class NodeMachine:
             self._over()
         self.is_wanted = False
 
+    def doom(self, steps: int) -> None:
+        """It is to die so many steps of its work later; it stays down until `start`. One that is not ready yet has
+        none to count."""
+        if self._process is not None and self.is_ready:
+            self.is_doomed = True
+            self._steps.write_text(str(steps))
+            self._process.send_signal(signal.SIGUSR1)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it has a process."""
+        return self._process is not None
+
     def freeze(self) -> None:
         """SIGSTOP."""
         if self._process is not None and not self.is_frozen:
@@ -130,7 +149,7 @@ class NodeMachine:
                 with contextlib.suppress(OSError):
                     pipe.close()
         self._process = None
-        self.is_ready = self.is_frozen = False
+        self.is_ready = self.is_frozen = self.is_doomed = False
 
     def close(self) -> None:
         """End it for good."""
@@ -180,11 +199,13 @@ class Machines:
         self.url = self.etcd.url("faults")
         for name, place in zip(self.names, places, strict=True):
             address = f"{self.hosts.address(place)}:13337" if self.hosts else f"127.0.0.1:{free_port()}"
-            argv = [*self.argv(place), sys.executable, "-m", "ucxkv", "node", "--stop-with-stdin", "--name", name]
+            steps = self.folder / f"{name}.steps"
+            argv = [*self.argv(place), sys.executable, "-m", "tests.cluster.dying_node", str(steps)]
+            argv += ["node", "--stop-with-stdin", "--name", name]
             argv += ["--listen", address, "--cluster", self.url, "--durability", self._durability, *self._flags]
             if self._durability != "memory":
                 argv += ["--state-dir", str(self._state(name))]
-            self.nodes.append(NodeMachine(name, place, argv, address, self.folder / f"{name}.log"))
+            self.nodes.append(NodeMachine(name, place, argv, address, self.folder / f"{name}.log", steps))
         for node in self.nodes:
             node.start()
 

@@ -247,6 +247,28 @@ def test_roots_are_in_their_shards() -> None:
     assert len({key for chain in chains for key in keys_of(chain, 8)}) == 64 * BLOCKS_MAX
 
 
+def test_many_unknown_outcomes_are_decided(tmp_path: Path) -> None:
+    """Goal: no history of a real run is too hard to search. Method: thirty unknown puts and deletes of five blocks
+    while nobody answers, then answers that leave all of them undecided, then one that cannot be."""
+    for at, chain in enumerate((KEPT, CACHED)):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        script = Script(folder, chain)
+        for i in range(30):
+            script.put(*(f"{i}.{block}" for block in range(1 + i % 5)), result=UNTOLD)
+            script.do("delete", i % 5, UNTOLD)
+        script.put("a", "b", "c")
+        script.do("put", (4, "x"), "order")
+        number = script.log.call("w2", chain.name, [("delete", block) for block in range(3)])
+        script.log.told(number, ["deleted"] * 3)
+        script.do("match", BLOCKS_MAX, 0)
+        script.put("d")
+        script.read("d")
+        assert kinds(script.judge()) == {}
+        script.do("get", 0, "e")
+        assert script.judge().counts == {"order": 1}
+
+
 class Store:
     """A right answer to everything: a plain object, for random histories."""
 

@@ -70,6 +70,12 @@ def check(operations: Sequence[Operation], model: Model, *, configurations_limit
     called = [op.called for op in ops]
     known = [op.is_known for op in ops]
     reads = [op.is_known and model.is_read(op) for op in ops]
+    alike: dict[Hashable, int] = {}  # an unknown operation's name and argument -> the last one that is alike
+    before = [-1] * count
+    for at, op in enumerate(ops):
+        if not known[at]:
+            before[at] = alike.get((op.name, op.argument), -1)
+            alike[op.name, op.argument] = at
     need = sum(1 << at for at in range(count) if known[at])
     by_return = sorted((op.returned, at) for at, op in enumerate(ops) if op.returned is not None)
     step = model.step
@@ -100,7 +106,7 @@ def check(operations: Sequence[Operation], model: Model, *, configurations_limit
                     placed |= 1 << at
                     trail = (at, trail)
                     moved = True
-                else:
+                elif before[at] < 0 or placed >> before[at] & 1:
                     candidates.append(at)
         used = placed & ~need
         earlier = seen.setdefault((placed & need, state), [])
