@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ucxkv.directory import events
-from ucxkv.directory.core import Directory, Limits, Stats
+from ucxkv.directory.core import Directory
 from ucxkv.directory.events import DeleteStatus, LeaseStatus
+from ucxkv.directory.numbers import Limits, Stats
 from ucxkv.directory.records import MAX_PARTS, part_key
 from ucxkv.directory.slots import (
     FOREVER,

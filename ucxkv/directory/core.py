@@ -22,7 +22,7 @@ is the slot of their block.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,10 +31,12 @@ from ucxkv.directory import crossing as cx
 from ucxkv.directory import events as ev
 from ucxkv.directory.durable import DURABLE, DurableWriter
 from ucxkv.directory.elsewhere import Elsewhere, ShardRole
+from ucxkv.directory.evicting import evict
 from ucxkv.directory.invariants import check
 from ucxkv.directory.leases import LeaseTable
 from ucxkv.directory.leaving import LeavingList
 from ucxkv.directory.loss import lose
+from ucxkv.directory.numbers import Limits, Stats
 from ucxkv.directory.parts import PartWriter
 from ucxkv.directory.records import SlotWords, derived_keys
 from ucxkv.directory.recovery import durable_rows, restore
@@ -45,41 +47,6 @@ from ucxkv.policy.lru import LruPolicy
 
 R = TypeVar("R")
 _TIME_UNIT_NS = 10_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of what is kept in Python objects: blocks being written, durable ones that are staged, leases, keys and
-    time of one lease."""
-
-    writing: int = 65_536
-    staged: int = 65_536
-    leases: int = 65_536
-    lease_keys: int = 65_536
-    lease_ttl_ns: int = 3600 * 10**9
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """Counts at this moment, and totals since the start (`*_total`)."""
-
-    blocks: int
-    bytes: int
-    slots_used: int
-    slots_capacity: int
-    leaves: int
-    writing: int
-    leases: int
-    leased_blocks: int
-    leaving_extents: int
-    index: int
-    stored_total: int
-    evicted_total: int
-    deleted_total: int
-    lost_total: int
-    durable_blocks: int
-    durable_bytes: int
-    staged: int
 
 
 class Directory:
@@ -117,7 +84,7 @@ class Directory:
         self.generation = 0
         self.blocks = self.bytes = 0
         self._origin_ns: int | None = None
-        self._totals = dict.fromkeys(("stored", "evicted", "deleted", "lost"), 0)
+        self.totals = dict.fromkeys(("stored", "evicted", "deleted", "lost"), 0)
         self._handlers: dict[type[Any], Callable[[Any, int], Any]] = {
             ev.Put: self._put,
             ev.PutPart: self.elsewhere.put_part,
@@ -131,7 +98,7 @@ class Directory:
             ev.Release: self._release,
             ev.OwnerLost: self._owner_lost,
             ev.Delete: self._delete,
-            ev.Evict: self._evict,
+            ev.Evict: partial(evict, self),
             ev.Lost: self._lost,
             ev.Drop: self._drop,
             ev.Tick: self._tick,
@@ -190,7 +157,7 @@ class Directory:
             durable_blocks=self.durable.blocks,
             durable_bytes=self.durable.bytes,
             staged=len(self.durable.staged),
-            **{f"{name}_total": count for name, count in self._totals.items()},
+            **{f"{name}_total": count for name, count in self.totals.items()},
         )
 
     def index_bytes_per_block(self) -> float:
@@ -230,7 +197,7 @@ class Directory:
         self.elsewhere.arrived((slot,))
         self.blocks += 1
         self.bytes += length
-        self._totals["stored"] += 1
+        self.totals["stored"] += 1
 
     def arrived_all(self, slots: list[int], nbytes: int, now_ns: int) -> None:
         """Blocks have become visible that something holds; the caller has set what and their parents."""
@@ -239,7 +206,7 @@ class Directory:
             last_use[slot] = clock
         self.blocks += len(slots)
         self.bytes += nbytes
-        self._totals["stored"] += len(slots)
+        self.totals["stored"] += len(slots)
 
     def whole(self, slot: int) -> tuple[list[ev.Extent], list[int]]:
         """All extents of a block, and the slots to hide: itself, then its derived ones."""
@@ -292,7 +259,7 @@ class Directory:
                 self.policy.add(slot)
         self.blocks += len(stored)
         self.bytes += nbytes
-        self._totals["stored"] += len(stored)
+        self.totals["stored"] += len(stored)
         return ev.PutReply(status, self.generation, retry_ns)
 
     def _visible(self, keys: Buffer) -> list[int]:
@@ -361,13 +328,13 @@ class Directory:
         if any(self.durable.is_durable(slot) for slot in gone):
             return ev.DeleteReply(codes, *self.durable.delete(gone))
         self._leave(gone, now_ns)
-        self._totals["deleted"] += len(gone)
+        self.totals["deleted"] += len(gone)
         return ev.DeleteReply(codes)
 
     def _settle(self, event: ev.Settle, now_ns: int) -> ev.SettleReply:
         reply = self.durable.settle(event, now_ns)
         self._leave(reply.going, now_ns)
-        self._totals["deleted"] += len(reply.going)
+        self.totals["deleted"] += len(reply.going)
         return reply
 
     def _restore(self, event: ev.Restore, now_ns: int) -> ev.RestoreReply:
@@ -383,7 +350,7 @@ class Directory:
         pins = self.leases.pins
         return int(self.holds[slot] & ~DURABLE) - (pins.get(self.words.generation(slot), 0) if pins else 0)
 
-    def _depart(
+    def depart(
         self, slot: int, extents: list[ev.Extent], hide: list[int], now_ns: int, doomed: Collection[int] = ()
     ) -> int:
         """Everything about one block's going but hiding its slots, which come to `hide`, and counting; its bytes.
@@ -413,50 +380,22 @@ class Directory:
         doomed = set(gone)
         for slot in gone:
             self.policy.remove(slot)
-            self.bytes -= self._depart(slot, extents, hide, now_ns, doomed)
+            self.bytes -= self.depart(slot, extents, hide, now_ns, doomed)
         self.blocks -= len(gone)
-        self._hide(hide, extents, now_ns)
+        self.hide(hide, extents, now_ns)
 
-    def _hide(self, hide: list[int], extents: list[ev.Extent], now_ns: int) -> None:
+    def hide(self, hide: list[int], extents: list[ev.Extent], now_ns: int) -> None:
+        """Take these slots out of sight, in this order, and send the extents on their way."""
         if hide:
             self.table.hide(np.array(hide, np.int32))
         if extents:
             self.leaving.add(extents, now_ns)
 
-    def _evict(self, event: ev.Evict, now_ns: int) -> ev.RemovedReply:
-        extents: list[ev.Extent] = []
-        hide: list[int] = []
-        passed: list[int] = []
-        size = blocks = 0
-        for _ in range(event.limit):
-            slot = self.policy.pop() if size < event.bytes_needed else -1
-            if slot < 0:
-                break
-            if event.regions is not None and not self._is_in(slot, event.regions):
-                passed.append(slot)
-                continue
-            size += self._depart(slot, extents, hide, now_ns)
-            blocks += 1
-        for slot in reversed(passed):
-            self.policy.readmit(slot)
-        self._hide(hide, extents, now_ns)
-        self.blocks -= blocks
-        self.bytes -= size
-        self._totals["evicted"] += blocks
-        return ev.RemovedReply(blocks, size)
-
-    def _is_in(self, slot: int, regions: Collection[int]) -> bool:
-        """Whether a block has a part in these regions."""
-        single = self.words.single(slot)
-        if single is not None:
-            return single[0] in regions
-        return any(region in regions for region, _, _ in self.whole(slot)[0])
-
     def _lost(self, event: ev.Lost, now_ns: int) -> ev.RemovedReply:
         reply = lose(self, set(event.regions), now_ns)
         self.blocks -= reply.blocks
         self.bytes -= reply.bytes
-        self._totals["lost"] += reply.blocks
+        self.totals["lost"] += reply.blocks
         return reply
 
     def _drop(self, event: ev.Drop, now_ns: int) -> ev.RemovedReply:
@@ -468,7 +407,7 @@ class Directory:
         reply = lose(self, set(), now_ns, slots)
         self.blocks -= reply.blocks
         self.bytes -= reply.bytes
-        self._totals["lost"] += reply.blocks
+        self.totals["lost"] += reply.blocks
         return reply
 
     def _tick(self, event: ev.Tick, now_ns: int) -> ev.Done:

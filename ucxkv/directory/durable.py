@@ -23,7 +23,6 @@ them, or abandon, newest first, when it never will.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -31,8 +30,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucxkv.directory import events as ev
-from ucxkv.directory.log import COMMIT_DTYPE
-from ucxkv.directory.slots import KEY_BYTES, NONE, ROOT_KEY, U8, Buffer, PutStatus, Records, as_memory, count_keys
+from ucxkv.directory.log import CommitRow, packed
+from ucxkv.directory.slots import KEY_BYTES, NONE, ROOT_KEY, U8, Buffer, PutStatus, as_memory, count_keys
 from ucxkv.directory.writing import slot_record
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ class DurableWriter:
         slots, aboves = directory.table.find(event.keys).tolist(), directory.table.find(event.parents).tolist()
         batch = _Batch(np.zeros(n, np.uint8))
         number = self._last + 1
-        rows: list[tuple[bytes, bytes, int, ev.Extent, int, int, int]] = []
+        rows: list[CommitRow] = []
         for i, (key, parent) in enumerate(zip(keys, parents, strict=True)):
             extent = (regions[i], offsets[i], lengths[i])
             status = self._refusal(key, slots[i])
@@ -126,7 +125,7 @@ class DurableWriter:
             rows.append((key, parent, directory.generation, extent, sums[i], event.tier, event.flag))
         is_waiting = bool(rows) or any(key in self.staged for key in keys)
         is_waiting |= not self.upgrading.keys().isdisjoint(slots)
-        return ev.StageReply(batch.status.copy(), self._begin(batch) if is_waiting else 0, _rows(rows))
+        return ev.StageReply(batch.status.copy(), self._begin(batch) if is_waiting else 0, packed(rows))
 
     def _refusal(self, key: bytes, slot: int) -> PutStatus:
         """STORED when the key is free; else why not."""
@@ -140,7 +139,7 @@ class DurableWriter:
         room = directory.table.capacity - directory.table.used - len(self.staged)
         return PutStatus.STORED if room > 0 else PutStatus.NO_SPACE
 
-    def _chain(self, parent: bytes, above: int, batch: _Batch, rows: list[_Row]) -> PutStatus:
+    def _chain(self, parent: bytes, above: int, batch: _Batch, rows: list[CommitRow]) -> PutStatus:
         """See to it that the parent is durable, or will be before the block: STORED, or why it cannot be."""
         staged = self.staged.get(parent)
         if parent == ROOT_KEY or (staged is not None and not staged.is_doomed):
@@ -151,7 +150,7 @@ class DurableWriter:
             return PutStatus.BUSY
         return PutStatus.STORED if self._make_durable(above, batch, rows) else PutStatus.REFUSED
 
-    def _make_durable(self, slot: int, batch: _Batch, rows: list[_Row]) -> bool:
+    def _make_durable(self, slot: int, batch: _Batch, rows: list[CommitRow]) -> bool:
         """Stage the upgrade of a visible block and of all above it that are not durable; False when one cannot be: it
         has parts, or lies in another node's memory.
         """
@@ -359,19 +358,6 @@ class DurableWriter:
             assert block.above is None or (block in block.above.children and block.parent_slot == -1)
             assert all(child.above is block or child.is_doomed for child in block.children)
         assert self.leaving.keys().isdisjoint(self.upgrading), "a block that both goes and stays"
-
-
-_Row = tuple[bytes, bytes, int, ev.Extent, int, int, int]
-_COMMIT = struct.Struct("<16s16sQQQIIIIHBBI")
-assert _COMMIT.size == COMMIT_DTYPE.itemsize
-
-
-def _rows(rows: list[_Row]) -> Records:
-    packed = [
-        _COMMIT.pack(key, parent, generation, offset, total, length, 0, 0, 0, region, tier, flag, 0)
-        for key, parent, generation, (region, offset, length), total, tier, flag in rows
-    ]
-    return np.frombuffer(bytearray().join(packed), COMMIT_DTYPE)
 
 
 def _split(keys: Buffer) -> list[bytes]:

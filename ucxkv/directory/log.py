@@ -36,13 +36,24 @@ again, and its memory is reused only by records after its Leave.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from ucxkv.directory.slots import KEY_BYTES, Buffer, Records, as_memory
 
-__all__ = ["COMMIT_DTYPE", "RECORD_ROWS_MAX", "LogError", "Replay", "commits", "epoch_record", "leaves"]
+__all__ = [
+    "COMMIT_DTYPE",
+    "RECORD_ROWS_MAX",
+    "CommitRow",
+    "LogError",
+    "Replay",
+    "commits",
+    "epoch_record",
+    "leaves",
+    "packed",
+]
 
 FORMAT = 1
 RECORD_ROWS_MAX = 768
@@ -67,13 +78,27 @@ COMMIT_DTYPE = np.dtype(
 )
 assert COMMIT_DTYPE.itemsize == 80
 
+CommitRow: TypeAlias = tuple[bytes, bytes, int, tuple[int, int, int], int, int, int]
+"""(key, parent, generation, (region, offset, length), sum, tier, flag): a row before its place is filled in."""
+
 _HEADER = struct.Struct("<BBHI")
+_ROW = struct.Struct("<16s16sQQQIIIIHBBI")
+assert _ROW.size == COMMIT_DTYPE.itemsize
 _COMMIT, _LEAVE, _EPOCH = 1, 2, 3
 _ROW_BYTES = {_COMMIT: COMMIT_DTYPE.itemsize, _LEAVE: KEY_BYTES, _EPOCH: 8}
 
 
 class LogError(ValueError):
     """Bytes that are no record of this version: written by a newer one, or by something else."""
+
+
+def packed(rows: Sequence[CommitRow]) -> Records:
+    """These rows as COMMIT_DTYPE[n], their places zero."""
+    raw = [
+        _ROW.pack(key, parent, generation, offset, total, length, 0, 0, 0, region, tier, flag, 0)
+        for key, parent, generation, (region, offset, length), total, tier, flag in rows
+    ]
+    return np.frombuffer(bytearray().join(raw), COMMIT_DTYPE)
 
 
 def commits(rows: Records) -> Iterator[bytes]:
