@@ -13,9 +13,9 @@ from ucxkv.directory import ROOT_KEY, DeleteStatus, Limits, PutStatus, events
 from ucxkv.directory.log import COMMIT_DTYPE
 
 
-def _stage(shell: Shell, keys: list[bytes], parent: bytes = ROOT_KEY) -> Any:
+def _stage(shell: Shell, keys: list[bytes], parent: bytes = ROOT_KEY, log: int = 0) -> Any:
     parents = b"".join([parent, *keys[:-1]])
-    return shell(events.StagePut(b"".join(keys), parents, *shell.columns(len(keys))))
+    return shell(events.StagePut(b"".join(keys), parents, *shell.columns(len(keys)), log=log))
 
 
 def _keys(reply: Any) -> list[bytes]:
@@ -203,5 +203,78 @@ def test_blocks_come_back_without_holes() -> None:
     assert again.core.generation >= shell.core.generation
     again.offset = shell.offset
     assert _stage(again, [keys[1]], keys[0]).status.tolist() == [0]
-    with pytest.raises(ValueError, match="empty"):
-        again(events.Restore(rows, bad))
+
+
+def test_blocks_come_back_beside_others() -> None:
+    """Goal: a new leader's table has other shards' blocks already. Method: one with a durable chain and a cached one,
+    to which come: a chain; the same again; one below a cached block; one below a block that is being deleted; a key
+    that is being written, and one that is staged."""
+    keys, shell = chain(9), Shell()
+    shell(events.Settle(_stage(shell, keys[:2]).batch))
+    shell.put([keys[2]])
+    other = Shell()
+    other.offset = 10_000
+    other(events.Settle(_stage(other, [keys[3], keys[4]]).batch))
+    rows = other.core.durable_rows()
+    before = shell.core.generation
+    good = np.zeros(2, np.uint8)
+    assert shell(events.Restore(rows, good)).status.tolist() == [0, 0]
+    assert shell.visible(keys[:5]) == [1] * 5 and shell.core.generation == before + 2
+    assert (shell.core.stats().durable_blocks, shell.core.stats().durable_bytes) == (4, 400)
+    assert shell(events.Evict(10**9)).blocks == 1, "the cached one"
+    assert shell(events.Restore(rows, good)).status.tolist() == [PutStatus.ALREADY] * 2
+    assert shell.core.stats().durable_blocks == 4
+
+    shell.put([keys[2]])
+    shell.part([keys[6]], 0, 2)
+    shell(events.Delete(keys[1], log=1))
+    _stage(shell, [keys[7]])
+    odd = np.zeros(6, COMMIT_DTYPE)
+    for at, (key, parent) in enumerate(
+        [(5, keys[2]), (8, keys[5]), (6, ROOT_KEY), (7, ROOT_KEY), (2, ROOT_KEY), (0, keys[1])]
+    ):
+        odd[at]["key"], odd[at]["parent"] = keys[key], parent
+    odd["key"][5] = key_of(99)
+    odd["length"], odd["offset"] = 100, 20_000 + 100 * np.arange(6)
+    busy, order = PutStatus.BUSY, PutStatus.ORDER
+    status = shell(events.Restore(odd, np.zeros(6, np.uint8))).status.tolist()
+    assert status == [order, order, busy, busy, PutStatus.ALREADY, busy]
+
+
+def test_logs_settle_each_in_its_own_order() -> None:
+    """Goal: one table serves several logs. Method: three batches, two of them of one log; the other log's is settled
+    first though it is the newest; an own order that is wrong is refused, and so is a put that hangs on another log,
+    with nothing changed."""
+    shell, keys, others = Shell(), chain(3), chain(2, b"other")
+    first = _stage(shell, keys[:1], log=4)
+    second = _stage(shell, [keys[1]], keys[0], log=4)
+    third = _stage(shell, others[:1], log=7)
+    for event in (events.Settle(second.batch), events.Abandon(first.batch), events.Settle(99)):
+        with pytest.raises(ValueError, match="batch"):
+            shell(event)
+    for stage in ([keys[2]], keys[1]), ([keys[0]], ROOT_KEY):
+        with pytest.raises(ValueError, match="log 7 hangs on batch"):
+            _stage(shell, *stage, log=7)
+    assert shell.core.stats().staged == 3
+    assert shell(events.Settle(third.batch)).status.tolist() == [0] and shell.visible(others[:1]) == [1]
+    waits = shell.core.durable.waits
+    assert waits(keys[2] + others[1], keys[1] + others[0], is_durable=False) == second.batch
+    shell(events.Abandon(second.batch))
+    assert waits(keys[1] + others[1], keys[0] + others[0], is_durable=False) == first.batch
+    going = shell(events.Delete(others[0], log=7))
+    assert waits(others[1], others[0], is_durable=True) == going.batch == shell.core.durable.waits_delete(others[0])
+    shell(events.Settle(first.batch))
+    assert waits(others[1], others[0], is_durable=True) == going.batch, "another log's batch is none to wait for"
+    shell(events.Settle(going.batch))
+    assert shell.visible([*keys, *others]) == [1, 0, 0, 0, 0]
+
+
+def test_a_put_below_an_upgrade_of_another_log_is_refused() -> None:
+    """Goal: a chain is in one log. Method: a cached parent becomes durable under one log, a child under another."""
+    shell, keys = Shell(), chain(2)
+    shell.put(keys[:1])
+    reply = _stage(shell, keys[:1], log=1)
+    with pytest.raises(ValueError, match="hangs on batch"):
+        _stage(shell, [keys[1]], keys[0], log=2)
+    shell(events.Settle(reply.batch))
+    assert _stage(shell, [keys[1]], keys[0], log=1).status.tolist() == [0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from ucxkv.directory import events
 from ucxkv.directory.core import Directory
 from ucxkv.directory.events import DeleteStatus, LeaseStatus
-from ucxkv.directory.numbers import Limits, Stats
 from ucxkv.directory.records import MAX_PARTS, part_key
 from ucxkv.directory.slots import (
     FOREVER,
@@ -25,6 +24,7 @@ from ucxkv.directory.slots import (
     SlotTableError,
     table_bytes,
 )
+from ucxkv.directory.stats import Limits, Stats
 
 __all__ = [
     "FOREVER",

@@ -36,12 +36,14 @@ from ucxkv.directory.invariants import check
 from ucxkv.directory.leases import LeaseTable
 from ucxkv.directory.leaving import LeavingList
 from ucxkv.directory.loss import lose
-from ucxkv.directory.numbers import Limits, Stats
 from ucxkv.directory.parts import PartWriter
 from ucxkv.directory.records import SlotWords, derived_keys
 from ucxkv.directory.recovery import durable_rows, restore
+from ucxkv.directory.roots import RootFinder
 from ucxkv.directory.slots import NONE, U8, U32, Buffer, Records, SlotTable, as_memory, count_keys
 from ucxkv.directory.slots_twin import TwinTable
+from ucxkv.directory.stats import Limits, Stats
+from ucxkv.directory.withdrawing import withdraw
 from ucxkv.policy.base import EvictionPolicy, LeafLinks
 from ucxkv.policy.lru import LruPolicy
 
@@ -81,10 +83,11 @@ class Directory:
         self.parts = PartWriter(self, limits.writing)
         self.durable = DurableWriter(self, limits.staged)
         self.elsewhere = Elsewhere(self, role)
+        self.roots = RootFinder(self)
         self.generation = 0
         self.blocks = self.bytes = 0
         self._origin_ns: int | None = None
-        self.totals = dict.fromkeys(("stored", "evicted", "deleted", "lost"), 0)
+        self.totals = dict.fromkeys(("stored", "evicted", "deleted", "lost", "withdrawn"), 0)
         self._handlers: dict[type[Any], Callable[[Any, int], Any]] = {
             ev.Put: self._put,
             ev.PutPart: self.elsewhere.put_part,
@@ -92,6 +95,7 @@ class Directory:
             ev.Settle: self._settle,
             ev.Abandon: self.durable.abandon,
             ev.Restore: self._restore,
+            ev.Withdraw: partial(withdraw, self),
             ev.Touch: self._touch,
             ev.Lease: self._lease,
             ev.Renew: self._renew,
@@ -326,7 +330,7 @@ class Directory:
         done = set(gone)
         codes = np.array([_deleted(slot, done) for slot in slots], np.uint8)
         if any(self.durable.is_durable(slot) for slot in gone):
-            return ev.DeleteReply(codes, *self.durable.delete(gone))
+            return ev.DeleteReply(codes, *self.durable.delete(gone, event.log))
         self._leave(gone, now_ns)
         self.totals["deleted"] += len(gone)
         return ev.DeleteReply(codes)
@@ -340,10 +344,15 @@ class Directory:
     def _restore(self, event: ev.Restore, now_ns: int) -> ev.RestoreReply:
         return ev.RestoreReply(restore(self, event.rows, event.status, now_ns))
 
-    def durable_rows(self) -> Records:
-        """All durable blocks as rows of the log, COMMIT_DTYPE[n], parents first; the places of their values are the
-        shell's to fill in."""
-        return durable_rows(self)
+    def durable_rows(self, roots: ev.Roots | None = None) -> Records:
+        """All durable blocks, or those whose chains begin with these roots, as rows of the log, COMMIT_DTYPE[n],
+        parents first; the places of their values are the shell's to fill in."""
+        return durable_rows(self, roots)
+
+    def root_of(self, key: bytes) -> bytes | None:
+        """The key of the root above this block (itself, for a root), which is visible, staged or being written; None
+        when it is none of these, or staged below what is gone. To ask for each next block of a chain costs O(1)."""
+        return self.roots.root_of(key)
 
     def children(self, slot: int) -> int:
         """Children of a block, visible or being written: what holds it besides leases and its class."""

@@ -3,9 +3,11 @@ directory's half that deals with them.
 
 Invariants
 - **Nothing is shown, or hidden, before the log holds it.** A staged block is not in the slot table, a staged delete is
-  still there for readers; `settle` shows or hides it. Batches are settled in the order they were staged, which is the
-  order of their records in the log, so what readers saw is always a state that a prefix of the log gives. (The one
-  exception is damage: bytes that do not prove themselves are hidden at once, and a replay finds them damaged too.)
+  still there for readers; `settle` shows or hides it. The batches of a log are settled in the order they were staged,
+  which is the order of their records in it, so what readers saw is always a state that a prefix of the log gives. (The
+  one exception is damage: bytes that do not prove themselves are hidden at once, and a replay finds them damaged too.)
+- One table may serve several logs, one a shard; a chain is in one of them. Their batches settle as they come, in no
+  order between logs, so nothing that is staged hangs on what another log has staged.
 - I8 chain: the parent of a durable block is durable, or the block is a root; otherwise a restart would make a hole. A
   durable put below blocks of class cache makes these durable with it, in the same batch, before it.
 - A durable block is held by its class (`DURABLE` in `holds`), so no policy ever sees it; only `Delete` and damage end
@@ -17,8 +19,8 @@ Invariants
   one place. A damaged block's memory may be reused before its Leave is in the log; a replay then checks its sum against
   other bytes, and drops it: it was acknowledged as gone by being damaged.
 
-The shell's part: append the records that a step names, in the order of the steps; settle when the log has committed
-them, or abandon, newest first, when it never will.
+The shell's part: know which log a chain is in; append the records that a step names, in the order of the steps; settle
+when the log has committed them, or abandon, newest first, when it never will.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ OWN_REGION = 0
 
 @dataclass(slots=True, eq=False)
 class Staged:
-    """One block on its way: its row of the log, and what it hangs on. slot: where it became visible, -1 before."""
+    """One block on its way: what it is to be, and what it hangs on. root: of its chain, once somebody asked."""
 
     key: bytes
     batch: int
@@ -55,10 +57,12 @@ class Staged:
     at: int
     children: list[Staged] = field(default_factory=list)
     is_doomed: bool = False
+    root: bytes = b""
 
 
 @dataclass(slots=True)
 class _Batch:
+    log: int
     status: U8
     blocks: list[Staged] = field(default_factory=list)
     upgrades: list[tuple[int, int]] = field(default_factory=list)
@@ -72,10 +76,13 @@ class DurableWriter:
         self._directory = directory
         self._limit = limit
         self._batches: dict[int, _Batch] = {}
+        self._logs: dict[int, dict[int, None]] = {}
         self._last = 0
         self.staged: dict[bytes, Staged] = {}
-        self.upgrading: dict[int, int] = {}  # slot -> generation
-        self.leaving: dict[int, int] = {}
+        self.upgrading: dict[int, tuple[int, int]] = {}
+        """Slot -> (generation, the batch that makes it durable)."""
+        self.leaving: dict[int, tuple[int, int]] = {}
+        """Slot -> (generation, the batch that deletes it)."""
         self.blocks = self.bytes = 0
 
     @property
@@ -99,7 +106,8 @@ class DurableWriter:
             raise ValueError(f"columns that do not belong to {n} keys")
         directory.parts.reap(now_ns)
         slots, aboves = directory.table.find(event.keys).tolist(), directory.table.find(event.parents).tolist()
-        batch = _Batch(np.zeros(n, np.uint8))
+        self._refuse_other_logs(event.log, (*keys, *parents), (*slots, *aboves))
+        batch = _Batch(event.log, np.zeros(n, np.uint8))
         number = self._last + 1
         rows: list[CommitRow] = []
         for i, (key, parent) in enumerate(zip(keys, parents, strict=True)):
@@ -126,6 +134,16 @@ class DurableWriter:
         is_waiting = bool(rows) or any(key in self.staged for key in keys)
         is_waiting |= not self.upgrading.keys().isdisjoint(slots)
         return ev.StageReply(batch.status.copy(), self._begin(batch) if is_waiting else 0, packed(rows))
+
+    def _refuse_other_logs(self, log: int, keys: Iterable[bytes], slots: Iterable[int]) -> None:
+        """ValueError when one of these is staged under another log; nothing has changed then."""
+        if self._logs.keys() <= {log}:
+            return
+        staged = [block.batch for block in map(self.staged.get, keys) if block is not None]
+        pending = [self.upgrading[slot][1] for slot in slots if slot in self.upgrading]
+        for number in (*staged, *pending):
+            if self._batches[number].log != log:
+                raise ValueError(f"a put of log {log} hangs on batch {number} of log {self._batches[number].log}")
 
     def _refusal(self, key: bytes, slot: int) -> PutStatus:
         """STORED when the key is free; else why not."""
@@ -163,7 +181,7 @@ class DurableWriter:
             slot = directory.parent[slot]
         for slot in reversed(chain):
             generation, above = words.generation(slot), directory.parent[slot]
-            self.upgrading[slot] = generation
+            self.upgrading[slot] = generation, self._last + 1
             batch.upgrades.append((slot, generation))
             directory.hold(slot)
             parent = ROOT_KEY if above == NONE else words.key(above)
@@ -171,34 +189,49 @@ class DurableWriter:
             rows.append((words.key(slot), parent, generation, words.extent(slot), total, tier, flag))
         return True
 
-    def delete(self, slots: list[int]) -> tuple[int, bytes]:
+    def delete(self, slots: list[int], log: int) -> tuple[int, bytes]:
         """Stage the going of these blocks, children before parents, at least one of them durable: the batch, and the
         keys whose Leave is to be logged.
         """
-        directory, words, batch, left = self._directory, self._directory.words, _Batch(np.zeros(0, np.uint8)), []
+        directory, words, left = self._directory, self._directory.words, []
+        batch = _Batch(log, np.zeros(0, np.uint8))
         for slot in slots:
             if self.is_durable(slot):
                 left.append(words.key(slot))
-            self.leaving[slot] = words.generation(slot)
-            batch.leaving.append((slot, self.leaving[slot]))
+            generation = words.generation(slot)
+            self.leaving[slot] = generation, self._last + 1
+            batch.leaving.append((slot, generation))
             directory.hold(slot)
         return self._begin(batch), b"".join(left)
 
     def _begin(self, batch: _Batch) -> int:
         self._last += 1
         self._batches[self._last] = batch
+        self._logs.setdefault(batch.log, {})[self._last] = None
         return self._last
+
+    def _end(self, number: int, *, newest: bool) -> _Batch:
+        """Take out this batch, which must be the newest, or else the oldest, of its log."""
+        batch = self._batches.get(number)
+        if batch is None:
+            raise ValueError(f"batch {number} is not staged")
+        line = self._logs[batch.log]
+        due = next(reversed(line) if newest else iter(line))
+        if due != number:
+            raise ValueError(f"batch {number} is {'abandoned' if newest else 'settled'} before {due} of its log")
+        del line[number], self._batches[number]
+        if not line:
+            del self._logs[batch.log]
+        return batch
 
     # ---- settling
 
     def settle(self, event: ev.Settle, now_ns: int) -> ev.SettleReply:
-        """The log holds the oldest batch: show and hide what it staged."""
-        number = next(iter(self._batches), 0)
-        if event.batch != number:
-            raise ValueError(f"batch {event.batch} is settled before {number}")
-        batch, directory = self._batches.pop(number), self._directory
+        """The log holds the oldest of its batches: show and hide what it staged."""
+        number, directory = event.batch, self._directory
+        batch = self._end(number, newest=False)
         for slot, generation in batch.upgrades:
-            if self.upgrading.get(slot) == generation:
+            if self.upgrading.get(slot) == (generation, number):
                 del self.upgrading[slot]
                 directory.holds[slot] = directory.holds[slot] - 1 | DURABLE
                 self._count(directory.words.extent(slot)[2], 1)
@@ -211,7 +244,7 @@ class DurableWriter:
                 batch.status[block.at] = status
                 failed.append(block)
                 self._doom(block)
-        going = [slot for slot, generation in batch.leaving if self.leaving.get(slot) == generation]
+        going = [slot for slot, generation in batch.leaving if self.leaving.get(slot) == (generation, number)]
         for slot in going:
             del self.leaving[slot]
             directory.unhold(slot)
@@ -266,11 +299,9 @@ class DurableWriter:
             below += one.children
 
     def abandon(self, event: ev.Abandon, now_ns: int) -> ev.Done:
-        """The log will never hold the newest batch: forget it. Its blocks' extents are the shell's again."""
-        number = next(reversed(self._batches), 0)
-        if event.batch != number:
-            raise ValueError(f"batch {event.batch} is abandoned before {number}")
-        batch, directory = self._batches.pop(number), self._directory
+        """The log will never hold the newest of its batches: forget it. Its blocks' extents are the shell's again."""
+        number, directory = event.batch, self._directory
+        batch = self._end(number, newest=True)
         for block in reversed(batch.blocks):
             del self.staged[block.key]
             if block.above is not None:
@@ -279,7 +310,7 @@ class DurableWriter:
                 directory.unhold(block.parent_slot)
         for slots, pending in ((batch.upgrades, self.upgrading), (batch.leaving, self.leaving)):
             for slot, generation in reversed(slots):
-                if pending.get(slot) == generation:
+                if pending.get(slot) == (generation, number):
                     del pending[slot]
                     directory.unhold(slot)
         return ev.Done(True)
@@ -287,17 +318,13 @@ class DurableWriter:
     # ---- what others ask of it
 
     def waits(self, keys: Buffer, parents: Buffer, *, is_durable: bool) -> int:
-        """The batch that a put of these would better wait for; 0: none."""
+        """A batch that a put of these would better wait for, and then ask again; 0: none."""
         if not self._batches:
             return 0
-        found = 0
-        if not is_durable:
-            for key in (*_split(keys), *_split(parents)):
-                block = self.staged.get(key)
-                found = max(found, block.batch if block is not None else 0)
+        found = 0 if is_durable else self._newest_staged((*_split(keys), *_split(parents)))
         if self.leaving:
             slots = {*self._directory.table.find(keys).tolist(), *self._directory.table.find(parents).tolist()}
-            found = max(found, self._last if not slots.isdisjoint(self.leaving) else 0)
+            found = max([found, *(self.leaving[slot][1] for slot in slots & self.leaving.keys())])
         return found
 
     def waits_delete(self, keys: Buffer) -> int:
@@ -305,8 +332,11 @@ class DurableWriter:
         if not self._batches:
             return 0
         slots = set(self._directory.table.find(keys).tolist())
-        is_hit = not slots.isdisjoint(self.leaving) or not slots.isdisjoint(self.upgrading)
-        return self._last if is_hit or any(key in self.staged for key in _split(keys)) else 0
+        pending = [each[slot][1] for each in (self.leaving, self.upgrading) for slot in slots & each.keys()]
+        return max([self._newest_staged(_split(keys)), *pending])
+
+    def _newest_staged(self, keys: Iterable[bytes]) -> int:
+        return max((block.batch for block in map(self.staged.get, keys) if block is not None), default=0)
 
     def marks(self, keys: Buffer, parents: Buffer, marks: U8 | None) -> U8 | None:
         """BUSY where a put of class cache must not go on: a staged key, or a parent that is leaving."""
@@ -358,6 +388,13 @@ class DurableWriter:
             assert block.above is None or (block in block.above.children and block.parent_slot == -1)
             assert all(child.above is block or child.is_doomed for child in block.children)
         assert self.leaving.keys().isdisjoint(self.upgrading), "a block that both goes and stays"
+        lines = {number: log for log, line in self._logs.items() for number in line}
+        assert lines == {number: batch.log for number, batch in self._batches.items()}
+        for line in self._logs.values():
+            assert line and list(line) == sorted(line), "a log's batches are out of order"
+        for block in staged:
+            above = block.above.batch if block.above is not None else self.upgrading.get(block.parent_slot, (0, 0))[1]
+            assert not above or lines[above] == lines[block.batch], "a staged block hangs on another log"
 
 
 def _split(keys: Buffer) -> list[bytes]:

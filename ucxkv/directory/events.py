@@ -8,17 +8,24 @@ new. Each event names its reply: `Directory.handle(event, now_ns)` returns `Outc
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from ucxkv.directory.slots import U8, Buffer, Records
+from ucxkv.keys import KeyArray
 
 if TYPE_CHECKING:
     from ucxkv.directory.crossing import Send
 
 Extent: TypeAlias = tuple[int, int, int]
 """(region, offset, length)."""
+
+Roots: TypeAlias = Callable[[KeyArray], npt.NDArray[np.bool_]]
+"""Which of these root keys, (n, 16) uint8, are meant: bool[n]. Pure; n is 1 or more."""
 
 R = TypeVar("R", covariant=True)
 S = TypeVar("S")
@@ -135,6 +142,22 @@ class RestoreReply:
 
 
 @dataclass(frozen=True, slots=True)
+class WithdrawReply:
+    """rows: COMMIT_DTYPE[m], the durable blocks, parents first, the places of their values to be filled in; their
+    extents, and those of the blocks that were to be kept, are the caller's. blocks, bytes: how much went, these
+    included.
+
+    busy_until_ns: the moment when the last lease on the caller's extents ends, `now_ns` when none runs; the caller
+    frees, or writes, none of them before this moment + the grace.
+    """
+
+    rows: Records
+    blocks: int
+    bytes: int
+    busy_until_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """`ok` is False when there was nothing to do it to."""
 
@@ -195,7 +218,8 @@ class PutPart(Event[PutReply]):
 class StagePut(Event[StageReply]):
     """Begin to make n single-part blocks durable whose bytes are in place, and what is above them; see `durable`.
 
-    Columns as in Put; all regions are the node's own.
+    Columns as in Put; all regions are the node's own. log: the one that all their chains are in. ValueError, and
+    nothing has changed: a key or a parent is staged under another log.
     """
 
     keys: Buffer
@@ -206,31 +230,45 @@ class StagePut(Event[StageReply]):
     sums: Buffer
     tier: int = 1
     flag: int = 0
+    log: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Settle(Event[SettleReply]):
-    """The log holds what this batch, the oldest, named."""
+    """The log holds what this batch, the oldest of its log, named. ValueError: it is not the oldest."""
 
     batch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Abandon(Event[Done]):
-    """The log will never hold what this batch, the newest, named."""
+    """The log will never hold what this batch, the newest of its log, named. ValueError: it is not the newest."""
 
     batch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Restore(Event[RestoreReply]):
-    """Take in what a log came to, before anything else happened: rows COMMIT_DTYPE[n], in the log's order.
+    """Take in what a log came to: rows COMMIT_DTYPE[n], in the log's order; blocks of other logs may be there already.
 
-    status: u8[n]; those that are not 0 are left out, and with them what is below.
+    status: u8[n]; those that are not 0 are left out, and with them what is below. So is a block that is visible already
+    (ALREADY), and what hangs on one that is not durable (ORDER). The extents of what is left out stay the caller's.
     """
 
     rows: Records
     status: U8
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw(Event[WithdrawReply]):
+    """Hide every block whose chain begins with one of `roots`, and give up what is being written below them.
+
+    Durable blocks, and those whose keys are in `keep`, are not freed but handed to the caller. ValueError, and nothing
+    has changed: something of these chains is staged; its batches are abandoned first.
+    """
+
+    roots: Roots
+    keep: Collection[bytes] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,9 +311,13 @@ class OwnerLost(Event[Done]):
 
 @dataclass(frozen=True, slots=True)
 class Delete(Event[DeleteReply]):
-    """Hide these blocks; one with children that are not in the same call stays."""
+    """Hide these blocks; one with children that are not in the same call stays.
+
+    log: the one that the chains of the durable ones are in.
+    """
 
     keys: Buffer
+    log: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ def check(directory: Directory) -> None:
     directory.durable.check()
     _check_durable(directory, blocks)
     directory.elsewhere.check()
+    directory.roots.check()
     generations = {int(records["generation"][slot]): slot for slot in blocks}
     assert len(generations) == len(blocks) and all(0 < g <= directory.generation for g in generations)
     for generation, leases in directory.leases.pins.items():
@@ -106,7 +107,7 @@ def _check_durable(directory: Directory, blocks: set[int]) -> None:
         above = block.parent_slot
         assert above == -1 or above in durable or above in directory.durable.upgrading, "I8: a staged block's parent"
     for pending in (directory.durable.upgrading, directory.durable.leaving):
-        assert all(slot in blocks and directory.words.generation(slot) == g for slot, g in pending.items())
+        assert all(slot in blocks and directory.words.generation(slot) == g for slot, (g, _) in pending.items())
     assert directory.durable.blocks == len(durable)
     assert directory.durable.bytes == sum(directory.words.extent(slot)[2] for slot in durable)
 

@@ -9,6 +9,7 @@ directory.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -96,6 +97,15 @@ class LeaseTable:
         for lease_id in owned:
             self._leases[lease_id].lost = True
         return bool(owned)
+
+    def let_run_out(self, generations: Collection[int]) -> int:
+        """No lease on one of these can be renewed any more: when the last of them ends, 0 when there is none."""
+        end_ns = 0
+        for lease in self._leases.values():
+            if any(generation in generations for _, generation in lease.pinned):
+                lease.lost = True
+                end_ns = max(end_ns, lease.end_ns)
+        return end_ns
 
     def expire(self, now_ns: int) -> Pinned:
         """End every lease whose time is over; what they pinned."""

@@ -7,6 +7,7 @@ the block was hidden, so a reader that found it before still reads what was comm
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ucxkv.directory.events import Extent
@@ -27,6 +28,9 @@ class LeavingList:
     _held: dict[int, _Held] = field(default_factory=dict)
     _timed: list[tuple[int, int, list[Extent]]] = field(default_factory=list)
     _pushed: int = 0
+    busy: dict[Extent, int] = field(default_factory=dict)
+    """Extents in other hands that a lease still covers -> when it ends at the latest."""
+    _busy_end_ns: int = 0
     extents_count: int = 0
     bytes_count: int = 0
 
@@ -47,7 +51,18 @@ class LeavingList:
         held.leases -= 1
         if not held.leases:
             del self._held[generation]
-            self._push(held.free_at_ns, held.extents)
+            if held.extents:
+                self._push(held.free_at_ns, held.extents)
+
+    def keep_busy(self, extents: Iterable[Extent], until_ns: int, now_ns: int) -> None:
+        """Leases cover these until then, and are not renewed: should they leave meanwhile, they stay as long."""
+        self.busy = {extent: end_ns for extent, end_ns in self.busy.items() if end_ns > now_ns}
+        self.busy |= dict.fromkeys(extents, until_ns)
+        self._busy_end_ns = max(self._busy_end_ns, until_ns)
+
+    def busy_until(self, extents: Iterable[Extent]) -> int:
+        """When the last lease of before on one of these ends; 0 when there is none."""
+        return max((self.busy.get(extent, 0) for extent in extents), default=0)
 
     def forget(self, regions: set[int]) -> None:
         """Drop what lies in these regions: they are gone, nothing there will be free."""
@@ -65,6 +80,8 @@ class LeavingList:
 
     def due(self, now_ns: int) -> list[Extent]:
         """Take out what is free by now."""
+        if self.busy and now_ns >= self._busy_end_ns:
+            self.busy.clear()
         out: list[Extent] = []
         while self._timed and self._timed[0][0] <= now_ns:
             out += heapq.heappop(self._timed)[2]
@@ -89,5 +106,10 @@ class LeavingList:
         self.bytes_count += sign * sum([length for _, _, length in extents])
 
     def _push(self, at_ns: int, extents: list[Extent]) -> None:
-        self._pushed += 1
-        heapq.heappush(self._timed, (at_ns, self._pushed, extents))
+        late = [extent for extent in extents if extent in self.busy] if self.busy else []
+        if late:
+            extents = [extent for extent in extents if extent not in self.busy]
+        later = [(max(at_ns, self.busy[extent] + self.grace_ns), [extent]) for extent in late]
+        for when_ns, some in [*later, (at_ns, extents)] if extents else later:
+            self._pushed += 1
+            heapq.heappush(self._timed, (when_ns, self._pushed, some))

@@ -52,7 +52,7 @@ def lose(directory: Directory, regions: set[int], now_ns: int, slots: Sequence[i
     for slot in tops.tolist():
         directory.unhold(directory.parent[slot])
 
-    _free(directory, order, regions, now_ns)
+    send_off(directory, order, regions, now_ns)
     size = int(records["length"][order].sum(dtype=np.uint64))
     table.hide(order.astype(np.int32))
     directory.leaving.forget(regions)
@@ -60,7 +60,7 @@ def lose(directory: Directory, regions: set[int], now_ns: int, slots: Sequence[i
     return RemovedReply(len(blocks), size, left)
 
 
-def _free(directory: Directory, order: npt.NDArray[np.int64], regions: set[int], now_ns: int) -> None:
+def send_off(directory: Directory, order: npt.NDArray[np.int64], regions: set[int], now_ns: int) -> None:
     """Send the extents of these slots on their way, by block where leases hold it; those in lost regions are no
     more."""
     records, pins = directory.table.records[order], directory.leases.pins

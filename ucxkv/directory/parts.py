@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ucxkv.directory.events import Extent, PutPart, PutReply
+from ucxkv.directory.events import Extent, PutPart, PutReply, Roots
 from ucxkv.directory.records import MAX_PARTS, derived_keys
+from ucxkv.directory.roots import picked
 from ucxkv.directory.slots import KEY_BYTES, ROOT_KEY, U8, Buffer, PutStatus, as_memory, count_keys
 from ucxkv.directory.writing import Writing, WritingTable
 
@@ -92,6 +93,15 @@ class PartWriter:
                 if block.parent_slot in gone:
                     block.parent_slot = -1
                 self._give_up(block, now_ns, regions)
+
+    def withdraw(self, gone: set[int], roots: Roots, now_ns: int) -> None:
+        """Give up blocks below slots that are gone, and roots that `roots` picks, with what was begun below them."""
+        tops = [block for block in self.writing if block.parent is None]
+        is_ours = picked(np.frombuffer(b"".join([block.key for block in tops]), np.uint8), roots).tolist()
+        for block, one in zip(tops, is_ours, strict=True):
+            if block.parent_slot in gone or (one and block.parent_slot < 0):
+                block.parent_slot = -1
+                self._give_up(block, now_ns)
 
     def _give_up(self, block: Writing, now_ns: int, lost: set[int] | None = None) -> None:
         """Forget a block and all that was begun below it; their extents leave, but those in lost regions."""

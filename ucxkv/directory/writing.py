@@ -35,6 +35,7 @@ class Writing:
     """One block: `sealed` maps a part to its (extent, sum). parent_slot: -1 for a root, or while `parent` is set.
 
     parent: the parent while it is being written itself; it has this block among its `children`, by key, from Begin on.
+    root: of its chain, once somebody asked.
     """
 
     key: bytes
@@ -47,6 +48,7 @@ class Writing:
     parent: Writing | None = None
     children: dict[bytes, Writing] = field(default_factory=dict)
     sealed: dict[int, tuple[Extent, int]] = field(default_factory=dict)
+    root: bytes = b""
 
     @property
     def is_whole(self) -> bool:

@@ -35,6 +35,7 @@ class Stats:
     evicted_total: int
     deleted_total: int
     lost_total: int
+    withdrawn_total: int
     durable_blocks: int
     durable_bytes: int
     staged: int
