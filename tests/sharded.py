@@ -117,11 +117,6 @@ class ShardedNode(Node):
         self.begin_epoch(self.epoch + 1)
         self.lease_until(FOREVER)
 
-    def say(self, leaders: dict[int, str]) -> None:
-        """Tell the clients who leads what."""
-        self.leaders = [leaders.get(shard, "") for shard in range(RULE.shards)]
-        self.members_changed()
-
     def members_changed(self) -> None:
         """As a node of a cluster does it: with the leaders."""
         message = m.Members(members=self.peers.members(), leaders=self.leaders)

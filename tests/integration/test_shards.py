@@ -157,7 +157,7 @@ async def test_a_put_that_finds_no_leader_ends_at_its_deadline() -> None:
 async def test_a_put_that_is_refused_by_a_node_alone_is_tried_again(single: bool) -> None:
     """Goal: the short way of a put waits as the long one does. Method: two refusals by a node that leads everything."""
     async with ShardedNode("a", range(8)) as a, ucxkv.connect(a.address, path="mapped") as kv:
-        assert await kv.put(root_in(0), b"warm") is PutStatus.STORED
+        assert await kv.put(root_in(0), b"w") is PutStatus.STORED
         a.refusals, before = 2, len(a.puts)
         key = root_in(0)
         if single:
@@ -205,25 +205,43 @@ async def test_a_put_whose_answer_is_lost_is_not_sent_again() -> None:
         assert await kv.put(root, b"r") in (PutStatus.STORED, PutStatus.ALREADY)
 
 
-async def test_order_is_the_answer_of_a_node_that_leads_the_parents_shard() -> None:
-    """Goal: a node that lost a shard between two messages does not know its parents. Method: it does so when the child
-    arrives, and answers ORDER; the put waits until the new leader is there, parent and all. A parent that is nowhere is
-    still ORDER, at once.
+async def test_what_hangs_on_a_lost_put_is_not_put_either() -> None:
+    """Goal: no block is ORDER because nobody knows of its parent. Method: a chain of several messages, of which the
+    first breaks the connection; the call ends at once, though the node is there again.
     """
-    async with two() as (a, b), ucxkv.connect(a.address, path="mapped") as kv:
-        root, child = root_in(1), keys(1)[0]
-        assert await kv.put(root, b"r") is PutStatus.STORED
-        a.at_put = lambda session: a.lead({0, 2, 3})
-        put = asyncio.create_task(kv.put(child, b"c", parent=root, deadline_s=20))
-        await asyncio.sleep(0.3)
-        assert not put.done() and 1 not in a.led
-        b.lead({1, *HIGH})
-        async with ucxkv.connect(b.address, path="mapped") as other:
-            assert await other.put(root, b"r") is PutStatus.STORED
-        assert await put is PutStatus.STORED and b.has(child)
-        before = time.monotonic()
-        assert await kv.put(keys(1)[0], b"x", parent=os.urandom(16)) is PutStatus.ORDER
-        assert time.monotonic() - before < 1
+    async with two() as (a, _b), ucxkv.connect(a.address, path="mapped") as kv:
+        a.at_put = lambda session: session.connection.abort(PeerLost("broken by the test"))
+        values = [bytes(1 << 20)] * 24
+        done = await kv.put_many([root_in(1), *keys(23)], values, "chain", deadline_s=20)
+        assert done.status.tolist() == [PutStatus.UNAVAILABLE] * 24 and len(a.puts) == 1
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+async def test_order_is_the_answer_of_a_node_that_leads_the_parents_shard(is_alone: bool) -> None:
+    """Goal: a node that lost a shard between two messages does not know its parents. Method: it does so when the child
+    arrives, and answers ORDER; the put waits until a leader is there, parent and all: another node, or the same one
+    again, to which puts go the short way. A parent that is nowhere is still ORDER, at once.
+    """
+    async with two(range(8) if is_alone else LOW, HIGH) as (a, b):
+        if is_alone:
+            await b.aclose()
+            await wait_until(lambda: len(a.peers.members()) == 1, "it is alone")
+        async with ucxkv.connect(a.address, path="mapped") as kv:
+            root, child, orphan = root_in(1), keys(1)[0], keys(1)[0]
+            assert await kv.put(root, b"r") is PutStatus.STORED
+            assert (kv._router.fast is not None) == is_alone
+            a.at_put = lambda session: a.lead(a.led - {1})
+            put = asyncio.create_task(kv.put(child, b"c", parent=root, deadline_s=20))
+            await asyncio.sleep(0.3)
+            assert not put.done() and 1 not in a.led
+            new = a if is_alone else b
+            new.lead(new.led | {1})
+            async with ucxkv.connect(new.address, path="mapped") as other:
+                assert await other.put(root, b"r") is PutStatus.STORED
+            assert await put is PutStatus.STORED and new.has(child)
+            before = time.monotonic()
+            assert await kv.put(orphan, b"x", parent=os.urandom(16)) is PutStatus.ORDER
+            assert time.monotonic() - before < 1
 
 
 async def test_a_put_on_its_way_has_its_answer_when_the_node_is_left_for_its_epoch() -> None:
@@ -324,13 +342,20 @@ async def test_a_miss_on_a_control_connection_counts_in_its_epoch_alone(way: str
                         assert not lease.granted[0] and (lease.unanswered is None) is is_certain
 
 
-async def test_nodes_tell_their_clients_who_leads() -> None:
-    """Goal: a client that makes no call is up to date. Method: a shard moves, and one node tells who leads it now."""
+@pytest.mark.parametrize("way", ["push", "welcome"])
+async def test_nodes_tell_their_clients_who_leads(way: str) -> None:
+    """Goal: a client is up to date without asking. Method: shard 3 moves, and its old leader tells who leads it now:
+    those that are connected, or the client when it connects again after a read noticed another epoch.
+    """
     async with two() as (a, b), ucxkv.connect(a.address, path="mapped") as kv:
+        a.leaders[3] = "b"
         a.lead({0, 1, 2})
         b.lead({3, *HIGH})
-        a.say({3: "b"})
-        await wait_until(lambda: {p.name: p.leads for p in kv.peers()}["b"] == 5, "b is welcomed anew")
+        if way == "push":
+            a.members_changed()
+        else:
+            assert await read(kv, root := root_in(0), root) is ReadStatus.UNAVAILABLE
+        await wait_until(lambda: {p.name: p.leads for p in kv.peers()} == {"a": 3, "b": 5}, "both are welcomed anew")
         assert await kv.put(root_in(3), b"x") is PutStatus.STORED
 
 

@@ -125,11 +125,12 @@ class ShardMap:
         return union == (1 << self.count) - 1
 
     def behind(self) -> set[str]:
-        """Nodes that others call the leader of a shard of which they themselves, when last welcomed, said no such
-        thing.
-        """
-        says = enumerate(self._heard)
-        return {name for shard, name in says if name in self._led and not self._led[name] >> shard & 1}
+        """Nodes of which the latest word is not what they said themselves when they welcomed this client."""
+        found = set()
+        for shard, leader in enumerate(self._heard):
+            if leader:
+                found |= {name for name, led in self._led.items() if (led >> shard & 1) != (name == leader)}
+        return found
 
     def leads(self, name: str) -> int:
         """How many shards this node leads, by its own word; without a link to it, by that of others."""
