@@ -198,21 +198,22 @@ class Router:
 
     def _redial(self, name: str) -> None:
         if self._is_open and name not in self._dialing:
-            task = asyncio.create_task(self._keep_dialing(name), name=f"redial-{name}")
-            self._dialing[name] = task
-            task.add_done_callback(lambda _: self._dialing.pop(name, None))
+            self._dialing[name] = asyncio.create_task(self._keep_dialing(name), name=f"redial-{name}")
 
     async def _keep_dialing(self, name: str) -> None:
         attempt = 0
-        while self._is_open and name not in self.links and name in self._known:
-            try:
-                await self._dial(self._known[name].address, time.monotonic_ns() + int(_DIAL_S * 1e9))
-            except errors.UcxKvError as exc:
-                self._last_error[name] = str(exc)
-            if name in self.links:
-                break
-            await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
-            attempt += 1
+        try:
+            while self._is_open and name not in self.links and name in self._known:
+                try:
+                    await self._dial(self._known[name].address, time.monotonic_ns() + int(_DIAL_S * 1e9))
+                except errors.UcxKvError as exc:
+                    self._last_error[name] = str(exc)
+                if name in self.links:
+                    break
+                await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
+                attempt += 1
+        finally:  # not when the task is seen to be done: a link that is lost before that would be nobody's to dial
+            self._dialing.pop(name, None)
 
     async def aclose(self) -> None:
         """Leave every node in good order. Idempotent."""
@@ -221,6 +222,7 @@ class Router:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._dialing.clear()  # of those that were cancelled before their first step
         for link in list(self._leaving):  # whose task was cancelled before it began
             link.close()
         self._leaving.clear()
