@@ -133,6 +133,7 @@ class _Messages:
         from ucxkv.transport.ucx import SAME_HOST_TRANSPORTS, Context
 
         self._peer, self._token, self._is_far = peer, welcome.session, not is_same_host
+        self._epoch = welcome.epoch
         self._context = Context(transports=SAME_HOST_TRANSPORTS if is_same_host else None, is_shared=False)
         self._worker = Worker(self._context)
         self.opened = self._ask()
@@ -179,7 +180,13 @@ class _Messages:
         """As the product does, until the node says that it is there."""
         from ucxkv.transport.data import DataClient, WriteStatus
 
-        client = DataClient(self._worker, self._endpoint, self._token, fragment_bytes=_FRAGMENT_BYTES * self._is_far)
+        client = DataClient(
+            self._worker,
+            self._endpoint,
+            self._token,
+            self._epoch,
+            fragment_bytes=_FRAGMENT_BYTES * self._is_far,
+        )
         source = np.frombuffer(data, np.uint8)
         status = await client.write(
             np.zeros(1, "<u2"),

@@ -86,14 +86,14 @@ void kv_service_counters(kv_service *s, uint64_t *out);
 int32_t kv_fetcher_open(kv_worker *w, kv_fetcher **out);
 void kv_fetcher_close(kv_fetcher *f);
 void kv_fetcher_counters(kv_fetcher *f, uint64_t *out);
-int32_t kv_fetch_read(kv_fetcher *f, kv_endpoint *e, uint64_t session, uint64_t id, uint32_t n, const uint8_t *keys,
-                      const uint32_t *first, const uint64_t *addr, const uint64_t *len, uint32_t fragment,
-                      int is_checked, ucp_mem_h memh, uint64_t spin_ns);
-int32_t kv_fetch_read_one(kv_fetcher *f, kv_endpoint *e, uint64_t session, uint64_t id, const uint8_t *key, void *into,
-                          uint64_t size, uint32_t fragment, int is_checked, uint64_t spin_ns, uint8_t *status,
+int32_t kv_fetch_read(kv_fetcher *f, kv_endpoint *e, uint64_t session, uint32_t epoch, uint64_t id, uint32_t n,
+                      const uint8_t *keys, const uint32_t *first, const uint64_t *addr, const uint64_t *len,
+                      uint32_t fragment, int is_checked, ucp_mem_h memh, uint64_t spin_ns);
+int32_t kv_fetch_read_one(kv_fetcher *f, kv_endpoint *e, uint64_t session, uint32_t epoch, uint64_t id, const uint8_t *key,
+                          void *into, uint64_t size, uint32_t fragment, int is_checked, uint64_t spin_ns, uint8_t *status,
                           uint64_t *length);
-int32_t kv_fetch_lookup(kv_fetcher *f, kv_endpoint *e, uint64_t session, uint64_t id, uint32_t n, const uint8_t *keys,
-                        uint64_t spin_ns);
+int32_t kv_fetch_lookup(kv_fetcher *f, kv_endpoint *e, uint64_t session, uint32_t epoch, uint64_t id, uint32_t n,
+                        const uint8_t *keys, uint64_t spin_ns);
 int32_t kv_fetch_write(kv_fetcher *f, kv_endpoint *e, uint64_t session, uint64_t id, uint32_t n, const uint32_t *first,
                        const uint64_t *addr, const uint64_t *len, const uint16_t *region, const uint64_t *offset,
                        uint32_t fragment, ucp_mem_h memh, uint64_t spin_ns);

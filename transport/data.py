@@ -3,6 +3,8 @@
 Promises
   - Every call ends within its deadline. A node that is gone, or does not answer in time, is a status (UNAVAILABLE) of
     the keys it has not answered, not an exception; keys already answered keep their answer.
+  - Requests are asked in one epoch of the node, the one that what the caller knows of it is about. An answer of another
+    epoch is UNAVAILABLE and is told once (`on_other_epoch`); bytes that came by themselves are a HIT in any.
   - HIT means that the destination holds bytes whose xxh3 equals the producer's. A sum that differs is STALE: the extent
     was reused under the read; the caller asks again. The destination's content is undefined for anything but HIT.
   - After a read returned or raised (cancelled too) its destinations are not touched any more (see requests.py).
@@ -26,7 +28,7 @@ from .base import TransportError, UsageError
 from .endpoint import Endpoint
 from .memory import MemoryRegion
 from .progress import Worker
-from .requests import UNAVAILABLE, Chunk, Requests
+from .requests import OTHER_EPOCH, UNAVAILABLE, Chunk, Requests
 
 __all__ = ["FOUND_DTYPE", "TCP_FRAGMENT_BYTES", "DataClient", "WriteStatus"]
 
@@ -49,10 +51,6 @@ TCP_FRAGMENT_BYTES = 192 << 10
 
 _HIT, _MISS = 0, 1
 _OTHERWISE, _NOT_THERE = -1, -2
-_CHUNK_BYTES = 2 << 20
-_CHUNK_KEYS = 1024
-_CHUNKS_IN_FLIGHT = 2  # about 4 MiB: more falls out of the cache
-_QUIET_NS = 1_000_000_000
 _DIRTY_S = 0.0005
 _DIRTY_MAX = 4096
 _ANY_KEY = bytes(range(16))
@@ -70,12 +68,12 @@ class WriteStatus(enum.IntEnum):
 
 
 class DataClient(Requests):
-    """Data requests to one node under one session token.
+    """Data requests to one node under one session token, in one epoch of it.
 
     endpoint: to the node's data service; others: further connections to it that blocks go over in turns. All are owned
     from here on, and the first that fails ends this client. fragment_bytes: 0 = blocks come whole, in place by
     rendezvous where they are large (shared memory, RDMA); over TCP TCP_FRAGMENT_BYTES. is_checked: prove each value by
-    its xxh3-64; False = the caller does.
+    its xxh3-64; False = the caller does. epoch: the node's table epoch that answers must be of.
     """
 
     def __init__(
@@ -83,6 +81,7 @@ class DataClient(Requests):
         worker: Worker,
         endpoint: Endpoint,
         session: int,
+        epoch: int,
         *,
         others: Sequence[Endpoint] = (),
         fragment_bytes: int = 0,
@@ -90,6 +89,7 @@ class DataClient(Requests):
     ) -> None:
         super().__init__(worker, endpoint, others)
         self._session = session
+        self._epoch = epoch
         self._fragment = fragment_bytes
         self._is_checked = is_checked
         self._dirty: dict[tuple[int, int], int] = {}
@@ -143,6 +143,7 @@ class DataClient(Requests):
                     self._fetcher.handle,
                     self._endpoint.native(),
                     self._session,
+                    self._epoch,
                     request_id,
                     high - low,
                     view + low * 16,
@@ -163,6 +164,7 @@ class DataClient(Requests):
             None,
         )
         await self._run("read", n, pieces, start, outs, (keep, region), deadline_ns)
+        self._without_other_epochs(status)
         return status, stored, generation
 
     def into_reader(self) -> Callable[[bytes, Any, int], int | Coroutine[Any, Any, int]]:
@@ -175,7 +177,8 @@ class DataClient(Requests):
         lib, ffi, worker, fetcher = self._lib, self._ffi, self._worker, self._fetcher
         from_buffer, chars = ffi.from_buffer, ffi.typeof("char[]")
         status, stored = ffi.new("uint8_t *"), ffi.new("uint64_t *")
-        read_one, session, fragment, is_checked = lib.kv_fetch_read_one, self._session, self._fragment, self._is_checked
+        read_one, session, epoch = lib.kv_fetch_read_one, self._session, self._epoch
+        fragment, is_checked = self._fragment, self._is_checked
 
         def read_into(key: bytes, into: Any, deadline_ns: int) -> int | Coroutine[Any, Any, int]:
             if self.error is not None:
@@ -187,12 +190,12 @@ class DataClient(Requests):
                 return _OTHERWISE
             request_id = worker.next_id()
             code = read_one(
-                fetcher.handle, endpoint, session, request_id, key, cells, size, fragment, is_checked,
+                fetcher.handle, endpoint, session, epoch, request_id, key, cells, size, fragment, is_checked,
                 0 if self._waiters else worker.inline_wait_ns, status, stored,
             )  # fmt: skip
             if code == 0:
                 found = status[0]
-                return size if found == _HIT else _NOT_THERE if found == _MISS else _OTHERWISE
+                return size if found == _HIT else self._no_hit(found)
             return _OTHERWISE if code < 0 else self._read_rest(request_id, cells, size, deadline_ns)
 
         return read_into
@@ -206,8 +209,12 @@ class DataClient(Requests):
             await self._run("read", 0, None, None, outs, cells, deadline_ns, flying=flying)
         except TransportError:
             return _OTHERWISE  # the general way says what is wrong
-        found = status[0]
-        return size if found == _HIT else _NOT_THERE if found == _MISS else _OTHERWISE
+        return size if status[0] == _HIT else self._no_hit(status[0])
+
+    def _no_hit(self, status: int) -> int:
+        if status == OTHER_EPOCH:
+            self._saw_other_epoch()
+        return _NOT_THERE if status == _MISS else _OTHERWISE
 
     async def lookup(self, keys: bytes, *, deadline_ns: int | None = None) -> NDArray[Any]:
         """Where the keys are: FOUND_DTYPE[n], with status HIT or MISS (UNAVAILABLE for those without an answer)."""
@@ -215,7 +222,7 @@ class DataClient(Requests):
 
     async def _lookup_over(self, endpoint: Endpoint, keys: bytes, deadline_ns: int | None) -> NDArray[Any]:
         n = _keys_count(keys)
-        found = np.zeros(n, FOUND_DTYPE)
+        found, status = np.zeros(n, FOUND_DTYPE), np.zeros(n, np.uint8)
         found["status"] = UNAVAILABLE
         ffi = self._ffi
         view = ffi.from_buffer("uint8_t[]", keys)
@@ -226,6 +233,7 @@ class DataClient(Requests):
                     self._fetcher.handle,
                     endpoint.native(),
                     self._session,
+                    self._epoch,
                     request_id,
                     high - low,
                     view + low * 16,
@@ -233,8 +241,9 @@ class DataClient(Requests):
                 )
             )
 
-        outs = (None, None, None, ffi.from_buffer("kv_found[]", found))
+        outs = (ffi.from_buffer("uint8_t[]", status), None, None, ffi.from_buffer("kv_found[]", found))
         await self._run("look-up", n, None, start, outs, None, deadline_ns)
+        self._without_other_epochs(status)
         return found
 
     async def write(

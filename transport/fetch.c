@@ -194,10 +194,11 @@ static int32_t kv_fetch_started(kv_fetch *r, uint64_t spin_ns) {
     return 1;
 }
 
-static int32_t kv_fetch_ask(kv_fetch *r, unsigned am_id, uint64_t session, const uint8_t *keys, uint32_t fragment,
-                            uint64_t spin_ns) {
+static int32_t kv_fetch_ask(kv_fetch *r, unsigned am_id, uint64_t session, uint32_t epoch, const uint8_t *keys,
+                            uint32_t fragment, uint64_t spin_ns) {
     size_t bytes = (size_t)r->count * KV_KEY_BYTES;
     kv_ask ask = {.session = session, .request = r->id, .count = r->count, .fragment = fragment};
+    r->epoch = epoch;
     r->keys = malloc(bytes);
     if (r->keys != NULL) memcpy(r->keys, keys, bytes);
     if (r->keys == NULL ||
@@ -206,24 +207,26 @@ static int32_t kv_fetch_ask(kv_fetch *r, unsigned am_id, uint64_t session, const
     return kv_fetch_started(r, spin_ns);
 }
 
-/* Reads n keys into their pieces. memh: registration all contiguous destinations lie in, or NULL. */
-int32_t kv_fetch_read(kv_fetcher *f, kv_endpoint *e, uint64_t session, uint64_t id, uint32_t n, const uint8_t *keys,
-                      const uint32_t *first, const uint64_t *addr, const uint64_t *len, uint32_t fragment,
-                      int is_checked, ucp_mem_h memh, uint64_t spin_ns) {
+/* Reads n keys into their pieces. epoch: of the node; what it answers in another is KV_OTHER_EPOCH. memh: registration all
+ * contiguous destinations lie in, or NULL. */
+int32_t kv_fetch_read(kv_fetcher *f, kv_endpoint *e, uint64_t session, uint32_t epoch, uint64_t id, uint32_t n,
+                      const uint8_t *keys, const uint32_t *first, const uint64_t *addr, const uint64_t *len,
+                      uint32_t fragment, int is_checked, ucp_mem_h memh, uint64_t spin_ns) {
     if (n == 0 || n > KV_MAX_KEYS) return UCS_ERR_INVALID_PARAM;
     kv_fetch *r = kv_fetch_new(f, e, KV_FETCH_READ, id, n, first, addr, len);
     if (r == NULL) return KV_ERR_FULL;
     r->is_checked = is_checked != 0;
     r->memh = memh;
-    return kv_fetch_ask(r, KV_AM_READ, session, keys, fragment, spin_ns);
+    return kv_fetch_ask(r, KV_AM_READ, session, epoch, keys, fragment, spin_ns);
 }
 
-int32_t kv_fetch_lookup(kv_fetcher *f, kv_endpoint *e, uint64_t session, uint64_t id, uint32_t n, const uint8_t *keys,
-                        uint64_t spin_ns) {
+/* Says where n keys lie: every status is HIT, and `found` the answer, or it is none, as of another epoch. */
+int32_t kv_fetch_lookup(kv_fetcher *f, kv_endpoint *e, uint64_t session, uint32_t epoch, uint64_t id, uint32_t n,
+                        const uint8_t *keys, uint64_t spin_ns) {
     if (n == 0 || n > KV_MAX_KEYS) return UCS_ERR_INVALID_PARAM;
     kv_fetch *r = kv_fetch_new(f, e, KV_FETCH_LOOKUP, id, n, NULL, NULL, NULL);
     if (r == NULL) return KV_ERR_FULL;
-    return kv_fetch_ask(r, KV_AM_LOOKUP, session, keys, 0, spin_ns);
+    return kv_fetch_ask(r, KV_AM_LOOKUP, session, epoch, keys, 0, spin_ns);
 }
 
 /* Sends one value of a WRITE: whole, or in eager fragments. */
@@ -311,12 +314,12 @@ void kv_fetch_endpoint_gone(kv_fetcher *f, kv_endpoint *e) {
 
 /* kv_fetch_read of one key into one piece, results included. 0: *status and *length are set; 1: pending, take the results
  * after its record. */
-int32_t kv_fetch_read_one(kv_fetcher *f, kv_endpoint *e, uint64_t session, uint64_t id, const uint8_t *key, void *into,
-                          uint64_t size, uint32_t fragment, int is_checked, uint64_t spin_ns, uint8_t *status,
+int32_t kv_fetch_read_one(kv_fetcher *f, kv_endpoint *e, uint64_t session, uint32_t epoch, uint64_t id, const uint8_t *key,
+                          void *into, uint64_t size, uint32_t fragment, int is_checked, uint64_t spin_ns, uint8_t *status,
                           uint64_t *length) {
     uint32_t first[2] = {0, 1}, receives;
     uint64_t addr = (uint64_t)(uintptr_t)into;
-    int32_t code = kv_fetch_read(f, e, session, id, 1, key, first, &addr, &size, fragment, is_checked, NULL, spin_ns);
+    int32_t code = kv_fetch_read(f, e, session, epoch, id, 1, key, first, &addr, &size, fragment, is_checked, NULL, spin_ns);
     if (code == 0) kv_fetch_take(f, id, status, length, NULL, NULL, &receives);
     return code;
 }

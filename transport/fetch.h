@@ -10,6 +10,8 @@
  * (b) are in flight; a KV_QUIET record follows when the last one ended. Whoever took may reuse the memory then, not before; if the record does not come, closing the endpoint by force (PEER mode) or destroying the worker brings it.
  * Fragmented requests (fragment != 0) receive by copying only.
  *
+ * A request is asked in one epoch of the node: what FOUND and OUTCOMES say of another one is KV_OTHER_EPOCH, no answer.
+ *
  * Sources of a WRITE are read by UCX until its sends complete; KV_QUIET tells that too.
  */
 #ifndef KV_FETCH_H
@@ -43,7 +45,7 @@ typedef struct kv_fetch {
     kv_iov *pieces;
     kv_found *found;
     uint8_t *keys;
-    uint32_t count, left, receives, sends;
+    uint32_t count, left, receives, sends, epoch;
     uint8_t kind, is_checked, is_recorded, is_taken, is_abandoned, is_quiet_wanted;
 } kv_fetch;
 

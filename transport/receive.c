@@ -189,9 +189,10 @@ static ucs_status_t kv_on_outcomes(void *arg, const void *header, size_t header_
         }
         kv_value *v = &r->values[o.index];
         if (v->status != KV_PENDING || v->is_receiving) continue;
-        v->length = o.length;
-        v->generation = o.generation;
-        kv_value_end(r, v, o.status);
+        int is_asked = many.epoch == r->epoch;
+        v->length = is_asked ? o.length : 0;
+        v->generation = is_asked ? o.generation : 0;
+        kv_value_end(r, v, is_asked ? o.status : KV_OTHER_EPOCH);
     }
     kv_fetch_settle(r);
     return UCS_OK;
@@ -211,7 +212,7 @@ static ucs_status_t kv_on_found(void *arg, const void *header, size_t header_len
         return UCS_OK;
     }
     memcpy(r->found, data, length);
-    for (uint32_t i = 0; i < r->count; i++) kv_value_end(r, &r->values[i], KV_HIT);
+    for (uint32_t i = 0; i < r->count; i++) kv_value_end(r, &r->values[i], many.epoch == r->epoch ? KV_HIT : KV_OTHER_EPOCH);
     kv_fetch_settle(r);
     return UCS_OK;
 }

@@ -4,6 +4,7 @@ Promises
   - What was let go of (cancelled, past its deadline, node lost) touches no destination any more once the call that let
     it go returns. Payload that comes by copying is dropped from that moment on; a rendezvous receive that is in flight
     is waited for (it is local work; see settling.py).
+  - An answer that the node gave in another epoch than the request's is no answer, and is told of once.
   - What is still being sent stays referenced until UCX is done with it.
 """
 
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import library
 from .base import Closed, DeadlineExceeded, PeerLost, TransportError, UsageError
@@ -24,9 +26,9 @@ from .progress import Worker
 from .settling import settled
 from .ucx import error_from_status
 
-__all__ = ["UNAVAILABLE", "Chunk", "NativePieces", "Requests"]
+__all__ = ["OTHER_EPOCH", "UNAVAILABLE", "Chunk", "NativePieces", "Requests"]
 
-UNAVAILABLE = 6
+UNAVAILABLE, OTHER_EPOCH = 6, 8
 _CHUNK_BYTES = 2 << 20
 _CHUNK_KEYS = 1024
 _CHUNKS_IN_FLIGHT = 2  # about 4 MiB: more falls out of the cache
@@ -62,6 +64,9 @@ class Requests:
         self.error: TransportError | None = None
         self.on_lost: Callable[[TransportError], None] | None = None
         """Called once, with what UCX says, when an endpoint fails; not after `lost` or `aclose`."""
+        self.on_other_epoch: Callable[[], None] | None = None
+        """Called once, on a later turn of the loop, when the node has answered in another epoch than was asked in."""
+        self._is_told = False
         for other in others:
             endpoint.join(other)
         for each in (endpoint, *others):
@@ -181,6 +186,19 @@ class Requests:
         if not self._lib.kv_pieces_fit(n, pieces.first, len(addr)):
             raise UsageError("first does not grow from value to value, or ends past the pieces")
         return pieces
+
+    # ---- the node's epoch
+
+    def _without_other_epochs(self, status: NDArray[np.uint8]) -> None:
+        """Make UNAVAILABLE what was answered in another epoch."""
+        if OTHER_EPOCH in status.tobytes():  # comparing arrays takes twenty times as long
+            status[status == OTHER_EPOCH] = UNAVAILABLE
+            self._saw_other_epoch()
+
+    def _saw_other_epoch(self) -> None:
+        if not self._is_told and self.on_other_epoch is not None:
+            self._is_told = True
+            asyncio.get_running_loop().call_soon(self.on_other_epoch)
 
     # ---- the end
 

@@ -91,7 +91,6 @@ static uint64_t kv_offset_of(kv_service *s, const kv_found *f) {
 
 /* ---- LOOKUP ---- */
 
-
 static ucs_status_t kv_on_lookup(void *arg, const void *header, size_t header_length, void *data, size_t length,
                                  const ucp_am_recv_param_t *recv) {
     kv_service *s = arg;
@@ -109,11 +108,11 @@ static ucs_status_t kv_on_lookup(void *arg, const void *header, size_t header_le
         kv_count(&s->counters.dropped, 1);
         return UCS_OK;
     }
-    s->resolve(s->resolve_ctx, ask.count, data, found);
+    kv_many answer = {.request = ask.request, .count = ask.count};
+    s->resolve(s->resolve_ctx, ask.count, data, found, &answer.epoch);
     for (uint32_t i = 0; i < ask.count; i++) found[i].addr = kv_offset_of(s, &found[i]);
     kv_count(&s->counters.lookups, 1);
     kv_count(&s->counters.lookup_keys, ask.count);
-    kv_many answer = {.request = ask.request, .count = ask.count};
     memcpy(send->header, &answer, sizeof answer);
     send->owned = found;
     kv_send_start(send, session->ep, KV_AM_FOUND, sizeof answer, found, ask.count * sizeof *found, NULL, UCP_AM_SEND_FLAG_EAGER);
@@ -143,7 +142,8 @@ static int kv_send_block(kv_session *session, const kv_parked *p, uint32_t index
     return 1;
 }
 
-static void kv_send_outcomes(kv_session *session, uint64_t request, const kv_outcome *outcomes, uint32_t count) {
+static void kv_send_outcomes(kv_session *session, uint64_t request, uint32_t epoch, const kv_outcome *outcomes,
+                             uint32_t count) {
     size_t bytes = count * sizeof *outcomes;
     kv_outcome *copy = malloc(bytes);
     kv_send *send = copy == NULL ? NULL : kv_send_new(session, bytes);
@@ -153,7 +153,7 @@ static void kv_send_outcomes(kv_session *session, uint64_t request, const kv_out
         return;
     }
     memcpy(copy, outcomes, bytes);
-    kv_many many = {.request = request, .count = count};
+    kv_many many = {.request = request, .count = count, .epoch = epoch};
     memcpy(send->header, &many, sizeof many);
     send->owned = copy;
     kv_send_start(send, session->ep, KV_AM_OUTCOMES, sizeof many, copy, bytes, NULL, UCP_AM_SEND_FLAG_EAGER);
@@ -164,10 +164,10 @@ static void kv_answer_chunk(kv_session *session, kv_parked *p) {
     kv_service *s = session->service;
     kv_found found[KV_RESOLVE_CHUNK];
     kv_outcome outcomes[KV_RESOLVE_CHUNK];
-    uint32_t missed = 0, hits = 0;
+    uint32_t missed = 0, hits = 0, epoch;
     uint64_t bytes = 0;
     uint32_t n = p->count - p->done < KV_RESOLVE_CHUNK ? p->count - p->done : KV_RESOLVE_CHUNK;
-    s->resolve(s->resolve_ctx, n, p->keys + (size_t)p->done * KV_KEY_BYTES, found);
+    s->resolve(s->resolve_ctx, n, p->keys + (size_t)p->done * KV_KEY_BYTES, found, &epoch);
     uint32_t i = 0;
     for (; i < n && session->bytes < KV_SESSION_WINDOW; i++) {
         kv_found *f = &found[i];
@@ -184,7 +184,7 @@ static void kv_answer_chunk(kv_session *session, kv_parked *p) {
         outcomes[missed++] = (kv_outcome){.index = p->done + i, .status = status, .tier = f->tier, .length = f->length,
                                           .generation = f->generation};
     }
-    if (missed != 0) kv_send_outcomes(session, p->request, outcomes, missed);
+    if (missed != 0) kv_send_outcomes(session, p->request, epoch, outcomes, missed);
     p->done += i;
     kv_count(&s->counters.read_hits, hits);
     kv_count(&s->counters.read_bytes, bytes);

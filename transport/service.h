@@ -17,8 +17,9 @@
 #include "wire.h"
 
 /* Says where n keys lie, at a moment within the call; all UNAVAILABLE while this node may not answer. It alone decides that,
- * looking after it has read, so what is sent was true, also by a thread that was stopped in between. Returns the hits. */
-typedef size_t (*kv_resolve_fn)(void *ctx, size_t n, const uint8_t *keys, kv_found *out);
+ * looking after it has read, so what is sent was true, also by a thread that was stopped in between. *epoch: the node's epoch
+ * that all of it was true in; only this call can tell, for the next one may come after the epoch. Returns the hits. */
+typedef size_t (*kv_resolve_fn)(void *ctx, size_t n, const uint8_t *keys, kv_found *out, uint32_t *epoch);
 
 #define KV_MAX_SESSIONS 4096
 #define KV_MAX_PARKED 256              /* READ requests waiting in one session */

@@ -16,10 +16,12 @@
  *   FOUND  (id 17, node to client)            OUTCOMES  (id 20, node to client)
  *     0  8  request id                          payload: count outcomes of 24 bytes each:
  *     8  4  count                                 0  4  index of the key in the request
- *     12 4  reserved                              4  1  status    5  1  tier    6  2  reserved
+ *     12 4  epoch                                 4  1  status    5  1  tier    6  2  reserved
  *     payload: count kv_found, addr = offset       8  8  length    16 8  generation
+ *     epoch: of the node, that all of this was true in (kv_resolve_fn). What a client knows of the node, it knows of one
+ *     epoch, so in any other a miss means nothing to it.
  *
- *   DATA  (id 19, node to client): one block, or a fragment of one
+ *   DATA  (id 19, node to client): one block, or a fragment of one. It carries no epoch: its sum proves it
  *     0  8  request id
  *     8  4  index of the key in the request
  *     12 1  status (HIT)    13 1  tier    14 2  reserved
@@ -66,6 +68,7 @@ enum kv_read_status {
     KV_STALE = 5,
     KV_UNAVAILABLE = 6,
     KV_CANCELLED = 7,
+    KV_OTHER_EPOCH = 8, /* the client's own word, never sent: answered, but not in the epoch that it asked for */
 };
 
 enum kv_write_status {
@@ -93,7 +96,7 @@ typedef struct {
 
 typedef struct {
     uint64_t request;
-    uint32_t count, reserved;
+    uint32_t count, epoch;
 } kv_many;
 
 typedef struct {
@@ -139,8 +142,7 @@ static inline int kv_parse_many(const void *header, size_t header_length, size_t
                                 kv_many *out) {
     if (header_length != sizeof *out) return 0;
     memcpy(out, header, sizeof *out);
-    return out->reserved == 0 && out->count >= 1 && out->count <= KV_MAX_KEYS &&
-           payload_length == (size_t)out->count * item;
+    return out->count >= 1 && out->count <= KV_MAX_KEYS && payload_length == (size_t)out->count * item;
 }
 
 static inline int kv_parse_found(const void *header, size_t header_length, size_t payload_length, kv_many *out) {

@@ -15,7 +15,7 @@ import pytest
 
 import ucxkv
 from tests.harness import wait_until
-from tests.transport.native import address_of
+from tests.transport.native import EPOCH, address_of
 from ucxkv.node import Node, NodeConfig
 from ucxkv.transport.base import PeerLost, TransportError, UsageError
 from ucxkv.transport.data import DataClient
@@ -73,7 +73,7 @@ async def test_an_id_that_nobody_announced_is_turned_away() -> None:
             await endpoint.aclose(force=True)
             if turn == 0:
                 mine = Endpoint.connect_socket(known, "127.0.0.1", port)
-                client = DataClient(known, mine, 77)
+                client = DataClient(known, mine, 77, EPOCH)
                 found = await client.lookup(bytes(range(1, 17)))
                 assert found["status"].tolist() == [1]
         assert service.counters().unknown_session == 2
@@ -94,7 +94,7 @@ async def test_the_newest_session_that_a_client_announced_gets_its_endpoint() ->
         port = await service.listen("127.0.0.1")
         for token in (1, 2):
             await service.await_session(token, worker.client_id, is_peer_mode=True, is_eager_only=True)
-        client = DataClient(worker, Endpoint.connect_socket(worker, "127.0.0.1", port), 2)
+        client = DataClient(worker, Endpoint.connect_socket(worker, "127.0.0.1", port), 2, EPOCH)
         assert (await client.lookup(bytes(range(1, 17))))["status"].tolist() == [1]
         assert await service.close_session(1)
         for _ in range(20):
@@ -144,11 +144,11 @@ async def test_a_write_under_the_token_of_a_session_that_is_awaited_is_dropped()
         worker = Worker(context)
         port = await service.listen("127.0.0.1")
         await service.await_session(1, worker.client_id, is_peer_mode=True, is_eager_only=True)
-        mine = DataClient(worker, Endpoint.connect_socket(worker, "127.0.0.1", port), 1)
+        mine = DataClient(worker, Endpoint.connect_socket(worker, "127.0.0.1", port), 1, EPOCH)
         assert (await mine.lookup(bytes(range(1, 17))))["status"].tolist() == [1]
         await service.await_session(2, 12345, is_peer_mode=True, is_eager_only=True)
         assert service.grant(2, np.zeros(1, "<u2"), np.zeros(1, "<u8"), np.array([4096], "<u8")).tolist() == [0]
-        other = DataClient(worker, mine._endpoint, 2)
+        other = DataClient(worker, mine._endpoint, 2, EPOCH)
         data = np.full(64, 7, np.uint8)
         for offset in (0, 1024):
             status = await other.write(
@@ -193,14 +193,14 @@ async def test_bytes_that_are_no_worker_address_are_refused_and_not_given_to_ucx
                 continue
             await service.close_session(token)
         await service.open_session(1, good, is_peer_mode=True, is_eager_only=True)
-        client = DataClient(worker, Endpoint.connect(worker, service.address, is_peer_mode=True), 1)
+        client = DataClient(worker, Endpoint.connect(worker, service.address, is_peer_mode=True), 1, EPOCH)
         assert (await client.lookup(bytes(range(1, 17))))["status"].tolist() == [1]
         await client.aclose()
         await worker.aclose()
         service.close()
 
 
-_EMPTY = np.zeros(2, "<u8")  # a table of tests/native/resolver.c: no blocks, no delay
+_EMPTY = np.array([0, 0, EPOCH], "<u8")  # a table of tests/native/resolver.c: no blocks, no delay
 
 
 def _nothing() -> tuple[int, int]:

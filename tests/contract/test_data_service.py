@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.transport.harness import POISON, one_piece_each, read
-from tests.transport.native import keys_of, pattern
+from tests.transport.native import EPOCH, keys_of, pattern
 from ucxkv.transport.base import UsageError, deadline_after
 from ucxkv.transport.data import WriteStatus
 from ucxkv.transport.service import GrantStatus
@@ -86,6 +86,67 @@ async def test_bytes_that_do_not_match_their_sum_are_stale(client):
         assert status == [HIT, STALE]
         assert (buffer[:length] == pattern(0, length)).all()
     assert client.data.counters()["stale"] == 2
+
+
+@pytest.mark.parametrize("length", [1000, 400_000])
+async def test_what_is_said_of_another_epoch_is_no_answer_and_is_told_once(client, length):
+    """Goal: a miss counts in the epoch that it was asked in alone, on every way to ask; bytes prove themselves. Method:
+    the node goes over to another epoch and back, under a client that stays.
+    """
+    await client.node.call("publish", first=0, offsets=[0, length], length=length)
+    told, into = [], np.zeros(length, np.uint8)
+    client.data.on_other_epoch = lambda: told.append(None)
+    reader = client.data.into_reader()
+
+    async def short(number):
+        done = reader(keys_of([number]), into, deadline_ns=deadline_after(20))
+        return done if isinstance(done, int) else await done
+
+    async def answers():
+        assert (await read(client, [0, 4000, 1], length - 1))[0] == [SIZE, MISS, SIZE]
+        assert (await read(client, [0, 4000, 1], length))[0] == [HIT, MISS, HIT]
+        assert (await short(0), await short(4000)) == (length, -2)
+        found = await client.data.lookup(keys_of([0, 4000]), deadline_ns=deadline_after(20))
+        assert found["status"].tolist() == [HIT, MISS]
+
+    await answers()
+    for epoch in (EPOCH + 1, EPOCH - 1, 0, 2**32 - 1):
+        await client.node.call("begin_epoch", epoch=epoch)
+        status, buffer, stored = await read(client, [0, 4000, 1], length - 1)
+        assert (status, stored) == ([SIZE, UNAVAILABLE, SIZE], [length, 0, length]) and (buffer == POISON).all()
+        status, buffer, stored = await read(client, [0, 4000, 1], length)
+        assert (status, stored) == ([HIT, UNAVAILABLE, HIT], [length, 0, length])
+        assert (buffer[2 * length :] == pattern(1, length)).all()
+        assert (await short(0), await short(4000)) == (length, -1)
+        found = await client.data.lookup(keys_of(range(3000)), deadline_ns=deadline_after(20))
+        assert (found["status"] == UNAVAILABLE).all() and not found["length"].any()
+        await asyncio.sleep(0)
+        assert len(told) == 1
+    await client.node.call("begin_epoch", epoch=EPOCH)
+    await answers()
+    assert len(told) == 1 and client.data.counters()["malformed"] == 0
+
+
+@pytest.mark.parametrize("way", ["read", "lookup", "into_reader"])
+async def test_each_call_tells_of_another_epoch_on_a_later_turn(client, way):
+    """Goal: whoever sees it first tells, and not from within the call. Method: each way alone, asked for one miss."""
+    await client.node.call("begin_epoch", epoch=EPOCH + 1)
+    told = []
+    client.data.on_other_epoch = lambda: told.append(None)
+    absent = keys_of([4000])
+    match way:
+        case "read":
+            assert (await read(client, [4000], 10))[0] == [UNAVAILABLE]
+        case "lookup":
+            assert (await client.data.lookup(absent, deadline_ns=deadline_after(20)))["status"].tolist() == [
+                UNAVAILABLE
+            ]
+        case _:
+            done = client.data.into_reader()(absent, bytearray(10), deadline_ns=deadline_after(20))
+            assert (done if isinstance(done, int) else await done) == -1
+    assert told == []
+    await asyncio.sleep(0)
+    assert told == [None]
 
 
 async def test_two_thousand_keys_in_one_call(client):

@@ -171,7 +171,7 @@ async def test_hundreds_of_data_paths_are_opened_and_dropped_at_every_step(
             assert isinstance(await asyncio.to_thread(peer.ask, request), m.DataOpened)
         if step > 2:
             endpoint = Endpoint.connect(worker, welcome.data_address, is_peer_mode=is_far)
-            client = DataClient(worker, endpoint, welcome.session)
+            client = DataClient(worker, endpoint, welcome.session, welcome.epoch)
             if step > 3:
                 assert (await client.lookup(os.urandom(16)))["status"].tolist() == [1]
             if step % 2:

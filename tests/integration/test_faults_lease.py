@@ -21,7 +21,9 @@ import ucxkv
 from tests.conftest import blocks, keys
 from tests.harness import ROOT, NodeProcess, wait_until
 from ucxkv import DeleteStatus, PutStatus, ReadStatus
+from ucxkv.buffers import as_destinations
 from ucxkv.client.mapped import MappedPath
+from ucxkv.client.path import OTHERWISE
 from ucxkv.directory import FOREVER
 from ucxkv.node import Node, NodeConfig
 from ucxkv.protocol import messages as m
@@ -200,8 +202,8 @@ def _config() -> NodeConfig:
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_after_a_new_epoch_clients_find_everything_again(path: str) -> None:
-    """Goal: an epoch fences mapped readers, and they come back by themselves. Method: begin_epoch twice under a client,
-    with a lease only later; nothing is quarantined, though the client left and came again.
+    """Goal: an epoch fences readers, and they come back by themselves. Method: begin_epoch twice under a client, with a
+    lease only later; nothing is quarantined, though the client left and came again.
     """
     async with Node(_config()) as node:
         async with ucxkv.connect(node.address, path=path) as kv:
@@ -219,25 +221,35 @@ async def test_after_a_new_epoch_clients_find_everything_again(path: str) -> Non
                 assert (await kv.status())[0].epoch == epoch
                 more = keys(1)[0]
                 assert await kv.put(more, b[0], k[7]) is PutStatus.STORED
-            assert (path == "mapped") == (_path(kv) is not first), "who maps the table has connected again"
+            assert _path(kv) is not first, "the client has connected again"
             assert node.store.numbers()["quarantined_bytes"] == 0
             node.store.check()
 
 
-@pytest.mark.parametrize("way", ["get", "exists", "exists_many", "match", "view"])
-async def test_each_call_notices_another_epoch(way: str) -> None:
-    """Goal: whichever call a mapped client makes, it comes back. Method: that call alone after begin_epoch."""
-    async with Node(_config()) as node, ucxkv.connect(node.address, path="mapped") as kv:
+@pytest.mark.parametrize(
+    ("path", "way"),
+    [(path, way) for path in PATHS for way in ("get", "exists", "exists_many", "match")] + [("mapped", "view")],
+)
+async def test_each_call_notices_another_epoch(path: str, way: str) -> None:
+    """Goal: whichever call a client makes, it comes back. Method: that call alone after begin_epoch; by message `get`
+    asks for a block that is not there, since bytes with their sum are a hit in any epoch.
+    """
+    is_proved = way == "get" and path in ("message", "network")
+    async with Node(_config()) as node, ucxkv.connect(node.address, path=path) as kv:
         (key,) = keys(1)
         value = bytes(range(256))
         assert await kv.put(key, value) is PutStatus.STORED
-        path = _path(kv)
+        before = _path(kv)
         node.begin_epoch(node.epoch + 1)
         node.lease_until(FOREVER)
+        absent = keys(1)[0]
 
         async def there() -> bool:
             into = bytearray(256)
             match way:
+                case "get" if is_proved:
+                    assert await kv.get(absent, into) is None
+                    return bool((await kv.get_many([absent])).status[0] == ReadStatus.MISS)
                 case "get":
                     return await kv.get(key, into) == 256
                 case "exists":
@@ -257,7 +269,64 @@ async def test_each_call_notices_another_epoch(way: str) -> None:
 
         assert not await there(), "not served in the epoch that the client does not know"
         await wait_until(there, "the client has connected again", 30)
-        assert _path(kv) is not path
+        assert _path(kv) is not before and next(iter(kv._router.links.values())).welcome.epoch == node.epoch
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_an_answer_is_of_the_epoch_that_the_client_was_welcomed_in(path: str) -> None:
+    """Goal: who knows what a node was responsible for in one epoch may believe its misses. Method: on the way to each
+    new epoch the node lets go of one block more, under readers that never pause; every answer over a link says exactly
+    what was there in the epoch of that link's welcome, or is none.
+    """
+    epochs, size = 24, 5000
+    async with Node(_config()) as node, ucxkv.connect(node.address, path=path) as kv:
+        k, b = keys(epochs), blocks(epochs, size)
+        assert (await kv.put_many(k, b)).ok
+        first, joined = node.epoch, b"".join(k)
+        served: set[int] = set()
+        is_over = False
+
+        async def read() -> None:
+            into = np.zeros_like(b)
+            pieces = as_destinations(into, len(k))
+            while not is_over:
+                await asyncio.sleep(0)
+                link = next(iter(kv._router.links.values()), None)
+                if link is None:
+                    await asyncio.sleep(0.001)
+                    continue
+                gone = link.welcome.epoch - first
+                soon = time.monotonic_ns() + 5 * 10**9
+                into[:] = 0
+                status, _ = await link.path.read(joined, pieces, soon)
+                for i, one in enumerate(status.tolist()):
+                    assert one in (ReadStatus.HIT, ReadStatus.MISS, ReadStatus.UNAVAILABLE)
+                    assert one != ReadStatus.MISS or i < gone, "a miss of another epoch"
+                    assert one != ReadStatus.HIT or (i >= gone and (into[i] == b[i]).all())
+                if gone < epochs and link.is_alive and link.path.read_into is not None:
+                    done = link.path.read_into(k[gone], into[gone], soon)
+                    assert (done if isinstance(done, int) else await done) in (size, OTHERWISE), "never NOT_THERE"
+                if not link.is_alive:
+                    continue
+                try:
+                    visible, _, _ = await link.path.lookup(joined, soon)
+                except ucxkv.Unavailable:
+                    continue
+                assert visible.tolist() == [i >= gone for i in range(epochs)]
+                served.add(link.welcome.epoch)
+
+        readers = [asyncio.create_task(read()) for _ in range(3)]
+        for i in range(epochs):
+            await wait_until(
+                lambda: node.epoch in served or any(r.done() for r in readers), "answers in this epoch", 30
+            )
+            node.lease_until(0)
+            assert node.store.delete(k[i], time.monotonic_ns()).status == bytes((DeleteStatus.DELETED,))
+            node.begin_epoch(node.epoch + 1)
+            node.lease_until(FOREVER)
+        is_over = True
+        await asyncio.gather(*readers)
+        assert len(served) >= epochs
 
 
 async def test_a_put_whose_lease_ends_under_it_is_not_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:

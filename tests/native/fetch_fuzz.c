@@ -52,6 +52,12 @@ static void send_in(unsigned id, const void *header, size_t header_length, uint8
         a_request *r = request_of(d.request);
         if (r != NULL && d.index < r->n) r->delivered[d.index] += length;
     }
+    kv_many many;
+    if ((id == KV_AM_FOUND || id == KV_AM_OUTCOMES) && header_length == sizeof many) {
+        memcpy(&many, copy, sizeof many);
+        a_request *r = request_of(many.request);
+        if (r != NULL) *(many.epoch == EPOCH ? &r->is_told : &r->is_told_otherwise) = 1;
+    }
     double_deliver(id, copy, header_length, payload, length, flags & 1, 0);
 }
 
@@ -77,13 +83,13 @@ static void event_data(void) {
     send_in(KV_AM_DATA, &d, sizeof d, payload, length, flags);
 }
 
-/* OUTCOMES, FOUND: flags 1 by rendezvous, 2 another count, 4 payload of another length, 128 header spoilt */
+/* OUTCOMES, FOUND: flags 1 by rendezvous, 2 another count, 4 payload of another length, 24 another epoch, 128 header spoilt */
 static void event_many(unsigned id, size_t item) {
     a_request *r = some_request();
     unsigned flags = fuzz_u8();
     uint32_t count = id == KV_AM_OUTCOMES ? 1u + fuzz_u8() % 8 : r == NULL ? 1 : r->n;
     if (flags & 2) count = fuzz_u8();
-    kv_many many = {.request = r == NULL ? fuzz_u8() : r->id, .count = count};
+    kv_many many = {.request = r == NULL ? fuzz_u8() : r->id, .count = count, .epoch = (flags & 24) == 24 ? EPOCH + 1 : EPOCH};
     size_t length = count * item;
     uint8_t *payload = calloc(1, length + 8);
     for (uint32_t i = 0; i < count && id == KV_AM_OUTCOMES; i++) {
@@ -253,8 +259,8 @@ static void call_start(void) {
     r->state = STARTED;
     if (kind == KV_FETCH_READ && n == 1 && pieces == 1 && fragment == 1000) { /* the call that takes its own results */
         uint8_t status = KV_PENDING;
-        r->code = kv_fetch_read_one(m.fetcher, e->endpoint, 1, r->id, keys, r->piece[0], r->length[0], fragment,
-                                    r->is_checked, spin_ns, &status, &addr[1]);
+        r->code = kv_fetch_read_one(m.fetcher, e->endpoint, 1, EPOCH, r->id, keys, r->piece[0], r->length[0],
+                                    fragment, r->is_checked, spin_ns, &status, &addr[1]);
         CHECK((r->code == 0) == (status != KV_PENDING));
         if (r->code == 1) return;
         free_pieces(r);
@@ -264,10 +270,10 @@ static void call_start(void) {
     }
     int32_t code =
         kind == KV_FETCH_READ
-            ? kv_fetch_read(m.fetcher, e->endpoint, 1, r->id, n, keys, r->first, addr, r->length, fragment, r->is_checked, memh,
-                            spin_ns)
+            ? kv_fetch_read(m.fetcher, e->endpoint, 1, EPOCH, r->id, n, keys, r->first, addr, r->length, fragment,
+                            r->is_checked, memh, spin_ns)
         : kind == KV_FETCH_LOOKUP
-            ? kv_fetch_lookup(m.fetcher, e->endpoint, 1, r->id, n, keys, spin_ns)
+            ? kv_fetch_lookup(m.fetcher, e->endpoint, 1, EPOCH, r->id, n, keys, spin_ns)
             : kv_fetch_write(m.fetcher, e->endpoint, 1, r->id, n, r->first, addr, r->length, region, offset, fragment, memh,
                              spin_ns);
     r->code = code;
@@ -285,8 +291,9 @@ static void call_refused(void) { /* what the caller must not ask for */
     an_endpoint *e = some_endpoint();
     if (e == NULL) return;
     uint32_t count = fuzz_u8() & 1 ? 0 : KV_MAX_KEYS + 1, receives, first[3] = {0, 2, 1};
-    CHECK(kv_fetch_read(m.fetcher, e->endpoint, 1, 0, count, NULL, NULL, NULL, NULL, 0, 0, NULL, 0) == UCS_ERR_INVALID_PARAM);
-    CHECK(kv_fetch_lookup(m.fetcher, e->endpoint, 1, 0, count, NULL, 0) == UCS_ERR_INVALID_PARAM);
+    CHECK(kv_fetch_read(m.fetcher, e->endpoint, 1, EPOCH, 0, count, NULL, NULL, NULL, NULL, 0, 0, NULL, 0) ==
+          UCS_ERR_INVALID_PARAM);
+    CHECK(kv_fetch_lookup(m.fetcher, e->endpoint, 1, EPOCH, 0, count, NULL, 0) == UCS_ERR_INVALID_PARAM);
     CHECK(kv_fetch_write(m.fetcher, e->endpoint, 1, 0, count, NULL, NULL, NULL, NULL, NULL, 0, NULL, 0) ==
           UCS_ERR_INVALID_PARAM);
     CHECK(kv_fetch_take(m.fetcher, UINT64_MAX, NULL, NULL, NULL, NULL, &receives) == -1);

@@ -2,11 +2,12 @@
 #ifndef FETCH_MODEL_H
 #define FETCH_MODEL_H
 
-enum { REQUESTS = 24, VALUES = 6, PIECES = 3 * VALUES, OPERATIONS = 24, ENDPOINTS = 6, TOKENS = 64, CAPACITY = 64 };
+enum { REQUESTS = 24, VALUES = 6, PIECES = 3 * VALUES, OPERATIONS = 24, ENDPOINTS = 6, TOKENS = 64, CAPACITY = 64, EPOCH = 5 };
 enum { UNUSED, STARTED, TAKEN, OVER };
 
 typedef struct {
     int state, code, dones, quiets, is_quiet_due, is_checked;
+    int is_told, is_told_otherwise; /* OUTCOMES or FOUND came of the epoch it asked in; of another one */
     unsigned kind, n;
     uint64_t id;
     uint32_t first[VALUES + 1];
@@ -92,6 +93,9 @@ FUZZ_QUIET static void check_all(void) {
         for (unsigned v = 0; v < q->n; v++) {
             uint8_t now = r->values[v].status;
             CHECK(q->seen[v] == KV_PENDING || q->seen[v] == now);
+            CHECK(now != KV_OTHER_EPOCH || q->is_told_otherwise);
+            if (now == KV_MISS || (now == KV_HIT && q->kind == KV_FETCH_LOOKUP))
+                CHECK(q->is_told || q->kind == KV_FETCH_WRITE); /* there KV_REFUSED is as much */
             q->seen[v] = now;
             CHECK(!r->values[v].is_receiving || now == KV_PENDING); /* answered: nothing is still coming for it */
             left += now == KV_PENDING;

@@ -66,7 +66,7 @@ static int peer(void) {
             first[i + 1] = i + 1;
         }
         if (kv_fetch_write(f, e, letter.token, id, EXTENTS, first, addr, len, region, offset, 4096, NULL, 200000) < 0) break;
-        if (kv_fetch_read(f, e, letter.token, id + 1, 1, key, begin, &into, &size, 4096, 1, NULL, 200000) < 0) break;
+        if (kv_fetch_read(f, e, letter.token, 1, id + 1, 1, key, begin, &into, &size, 4096, 1, NULL, 200000) < 0) break;
         uint64_t until = kv_now_ns() + 1000000000u;
         int has_moved;
         while (w->inflight && kv_now_ns() < until) {
@@ -82,8 +82,9 @@ static int peer(void) {
 
 /* ---- this process ---- */
 
-static size_t resolve(void *ctx, size_t n, const uint8_t *keys, kv_found *out) {
+static size_t resolve(void *ctx, size_t n, const uint8_t *keys, kv_found *out, uint32_t *epoch) {
     (void)ctx, (void)keys;
+    *epoch = 1;
     for (size_t i = 0; i < n; i++)
         out[i] = (kv_found){.addr = (uint64_t)(uintptr_t)segment + EXTENTS * (uint64_t)(SLOT + GUARD) + GUARD,
                             .length = BLOCK, .sum = block_sum, .generation = 1, .status = KV_HIT};

@@ -281,10 +281,11 @@ static void event_item(void) {
     f->length = how & 32 ? fuzz_number() : how & 64 ? sizes[region] / 2 : fuzz_u8();
 }
 
-static size_t resolve(void *ctx, size_t n, const uint8_t *keys, kv_found *out) {
+static size_t resolve(void *ctx, size_t n, const uint8_t *keys, kv_found *out, uint32_t *epoch) {
     static const uint8_t rest[15];
     (void)ctx;
     size_t hits = 0;
+    *epoch = ++m.epoch;
     for (size_t i = 0; i < n; i++) {
         if (memcmp(keys + 16 * i + 1, rest, 15) == 0) {
             out[i] = m.items[keys[16 * i] % ITEMS];

@@ -38,6 +38,7 @@ static struct {
     uint8_t *memory[REGIONS], *shadow[2];
     uint64_t lent[REGIONS], tickets;
     unsigned sessions_count, requests_count, idle, turns, drained;
+    uint32_t epoch; /* of the latest resolve: every one has its own */
     int is_draining, is_cut_off, is_poor; /* is_poor: starts with no region lent */
 } m;
 
@@ -154,7 +155,7 @@ static void double_on_send(struct ucp_ep *ep, unsigned id, const void *header, s
     CHECK(id == KV_AM_DATA || ep == m.sessions[session].session->ep); /* further connections carry DATA only */
     int is_eager = (flags & UCP_AM_SEND_FLAG_EAGER) != 0;
     if (id == KV_AM_FOUND) {
-        CHECK(is_eager && kv_parse_found(header, header_length, length, &many));
+        CHECK(is_eager && kv_parse_found(header, header_length, length, &many) && many.epoch == m.epoch);
         a_request *r = request_of(many.request, session, KV_AM_LOOKUP);
         for (uint32_t i = 0; r != NULL && i < r->count; i++) answer(r, i);
         const kv_found *f = payload;
@@ -162,7 +163,7 @@ static void double_on_send(struct ucp_ep *ep, unsigned id, const void *header, s
             CHECK(f[i].addr == UINT64_MAX ||
                   (f[i].region < REGIONS && kv_in_region(f[i].addr, f[i].length, m.lent[f[i].region])));
     } else if (id == KV_AM_OUTCOMES) {
-        CHECK(is_eager && kv_parse_outcomes(header, header_length, length, &many));
+        CHECK(is_eager && kv_parse_outcomes(header, header_length, length, &many) && many.epoch == m.epoch);
         a_request *r = request_of(many.request, session, KV_AM_READ);
         for (uint32_t i = 0; i < many.count; i++) {
             const kv_outcome *o = (const kv_outcome *)payload + i;

@@ -46,9 +46,9 @@ void kv_service_counters(kv_service *, uint64_t *);
 int32_t kv_fetcher_open(kv_worker *, kv_fetcher **);
 void kv_fetcher_close(kv_fetcher *);
 void kv_fetcher_counters(const kv_fetcher *, uint64_t *);
-int32_t kv_fetch_read(kv_fetcher *, kv_endpoint *, uint64_t, uint64_t, uint32_t, const uint8_t *, const uint32_t *,
-                      const uint64_t *, const uint64_t *, uint32_t, int, ucp_mem_h, uint64_t);
-int32_t kv_fetch_lookup(kv_fetcher *, kv_endpoint *, uint64_t, uint64_t, uint32_t, const uint8_t *, uint64_t);
+int32_t kv_fetch_read(kv_fetcher *, kv_endpoint *, uint64_t, uint32_t, uint64_t, uint32_t, const uint8_t *,
+                      const uint32_t *, const uint64_t *, const uint64_t *, uint32_t, int, ucp_mem_h, uint64_t);
+int32_t kv_fetch_lookup(kv_fetcher *, kv_endpoint *, uint64_t, uint32_t, uint64_t, uint32_t, const uint8_t *, uint64_t);
 int32_t kv_fetch_write(kv_fetcher *, kv_endpoint *, uint64_t, uint64_t, uint32_t, const uint32_t *, const uint64_t *,
                        const uint64_t *, const uint16_t *, const uint64_t *, uint32_t, ucp_mem_h, uint64_t);
 int64_t kv_fetch_take(kv_fetcher *, uint64_t, uint8_t *, uint64_t *, uint64_t *, kv_found *, uint32_t *);

@@ -8,15 +8,16 @@
  */
 #include "service_calls.h"
 
-enum { BLOCKS = 64, SLOT = 1 << 16, KEYS = 16, EXTENTS = 32 };
+enum { BLOCKS = 64, SLOT = 1 << 16, KEYS = 16, EXTENTS = 32, EPOCH = 5 };
 static uint8_t *segment;
 static uint64_t lengths[BLOCKS], sums[BLOCKS];
 static kv_service *service;
 static _Atomic int is_over;
 static _Atomic uint64_t own_token; /* of the client's session, for the meddler */
 static int is_tcp;
-static size_t resolve(void *ctx, size_t n, const uint8_t *keys, kv_found *out) {
+static size_t resolve(void *ctx, size_t n, const uint8_t *keys, kv_found *out, uint32_t *epoch) {
     (void)ctx;
+    *epoch = EPOCH;
     for (size_t i = 0; i < n; i++) {
         uint64_t number;
         memcpy(&number, keys + 16 * i, 8);
@@ -158,7 +159,8 @@ static void read_round(side *c) {
     }
     static const uint32_t fragments[] = {4096, 10000, 30000, 65536};
     uint64_t id = ++c->id;
-    int32_t code = kv_fetch_read(c->fetcher, c->endpoint, c->token, id, n, keys, first, addr, len,
+    uint32_t epoch = next() % 8 ? EPOCH : EPOCH + 1;
+    int32_t code = kv_fetch_read(c->fetcher, c->endpoint, c->token, epoch, id, n, keys, first, addr, len,
                                  is_tcp ? fragments[next() % 4] : 0, 1, NULL, next() % 2 * 30000);
     CHECK(code >= 0);
     int is_abandoned = next() % 8 == 0;
@@ -172,7 +174,7 @@ static void read_round(side *c) {
             CHECK(numbers[i] < BLOCKS && stored[i] == length && generation[i] == numbers[i] + 1);
             CHECK(memcmp((void *)(uintptr_t)addr[first[i]], segment + numbers[i] * SLOT, length) == 0);
         } else if (!is_abandoned) {
-            CHECK(status[i] == (numbers[i] >= BLOCKS ? KV_MISS : KV_SIZE));
+            CHECK(status[i] == (numbers[i] < BLOCKS ? KV_SIZE : epoch == EPOCH ? KV_MISS : KV_OTHER_EPOCH));
         }
     }
 }
@@ -231,17 +233,23 @@ static void race_round(side *c) {
 static void lookup_round(side *c) {
     static uint8_t keys[2000 * 16];
     static kv_found found[2000];
+    static uint8_t status[2000];
     uint32_t n = 1 + (uint32_t)(next() % 2000), receives;
     for (uint32_t i = 0; i < n; i++) {
         uint64_t number = i % (BLOCKS + 3);
         memcpy(keys + 16 * i, &number, 8);
     }
     uint64_t id = ++c->id;
-    int32_t code = kv_fetch_lookup(c->fetcher, c->endpoint, c->token, id, n, keys, 30000);
+    int is_asked = next() % 4 != 0; /* else in another epoch */
+    int32_t code = kv_fetch_lookup(c->fetcher, c->endpoint, c->token, EPOCH + !is_asked, id, n, keys, 30000);
     CHECK(code >= 0);
     if (code == 1) progress_until(c->worker, c->fetcher, is_recorded, id);
-    kv_fetch_take(c->fetcher, id, NULL, NULL, NULL, found, &receives);
+    memset(found, 0xee, sizeof found);
+    kv_fetch_take(c->fetcher, id, status, NULL, NULL, found, &receives);
     for (uint32_t i = 0; i < n; i++) {
+        CHECK(status[i] == (is_asked ? KV_HIT : KV_OTHER_EPOCH));
+        if (!is_asked) CHECK(found[i].status == 0xee);
+        if (!is_asked) continue;
         CHECK(found[i].status == (i % (BLOCKS + 3) < BLOCKS ? KV_HIT : KV_MISS));
         CHECK((found[i].addr == UINT64_MAX) == (found[i].status == KV_MISS)); /* the place within the region */
     }

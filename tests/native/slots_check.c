@@ -133,7 +133,8 @@ static void check_garbage(uint64_t seed, unsigned rounds) {
         slots_match(&f.r, KEYS, keys);
         slots_exists(&f.r, KEYS, keys, found);
         slots_read(&f.r, regions, 2, KEYS, keys, first, iov, status, lengths, generations, NULL);
-        slots_resolve(&resolver, KEYS, keys, where);
+        uint32_t epoch;
+        slots_resolve(&resolver, KEYS, keys, where, &epoch);
         slots_scan(&f.r, next_random(&seed) % 300, KEYS, copies, &n);
         CHECK(n <= KEYS);
         slots_recheck(&f.r, (uint32_t)next_random(&seed), 1);
@@ -156,6 +157,7 @@ enum { SHARED_KEYS = 24, PLACES = 12, VALUE = 2048 };
 typedef struct {
     fixture f;
     kv_region region;
+    kv_table followed; /* the node's own reader, which its writer has follow the table while others read through it */
     uint64_t seed;
     unsigned rounds;
     a32 stop;
@@ -304,12 +306,16 @@ static void check_torn(uint64_t seed, unsigned rounds) {
 /* A node whose lease ends, whose table then says what is no longer true, and which leads again under another epoch. Readers
  * that attached under any epoch read on meanwhile: what they are told was true, or they are told nothing.
  *
- * True is that key 0 is there with an even generation. Twice in each round it is not: while the lease is over. */
+ * True is that key 0 is there with an even generation. Twice in each round it is not: while the lease is over. Every epoch has
+ * a generation of its own, so that a resolver's answer shows whether it was given in the epoch that it names. */
 static uint64_t monotonic_ns(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
+
+enum { FIRST_EPOCH = 9 }; /* open_table's */
+static uint64_t generation_in(uint32_t epoch) { return 2 * (uint64_t)(epoch - FIRST_EPOCH) + 2; }
 
 static void *lease_thread(void *arg) {
     reader_state *me = arg;
@@ -321,7 +327,7 @@ static void *lease_thread(void *arg) {
     kv_table t;
     CHECK(!slots_attach(&t, mem, size));
     for (unsigned i = 0; i < 4; i++) make_key(0, keys + 16 * i);
-    kv_resolver resolver = {&t, &me->s->region, 1};
+    kv_resolver own = {&t, &me->s->region, 1}, followed = {&me->s->followed, &me->s->region, 1};
     while (!get32(&me->s->stop)) {
         me->calls++;
         uint64_t hits = slots_lookup(&t, 4, keys, copies, found);
@@ -329,9 +335,11 @@ static void *lease_thread(void *arg) {
         for (unsigned i = 0; hits == 4 && i < 4; i++) CHECK(found[i] && copies[i].generation % 2 == 0);
         uint64_t run = slots_match(&t, 4, keys), there = slots_exists(&t, 4, keys, found);
         CHECK((run == SLOTS_UNSERVED || run == 4) && (there == SLOTS_UNSERVED || there == 4));
-        hits = slots_resolve(&resolver, 4, keys, one);
+        uint32_t epoch;
+        hits = slots_resolve(me->calls % 2 ? &own : &followed, 4, keys, one, &epoch);
         for (unsigned i = 0; i < 4; i++)
-            CHECK(hits == 4 ? one[i].status == KV_HIT && one[i].generation % 2 == 0 : one[i].status == KV_UNAVAILABLE);
+            CHECK(hits == 4 ? one[i].status == KV_HIT && one[i].generation == generation_in(epoch)
+                            : one[i].status == KV_UNAVAILABLE);
         int status = slots_read_one(&t, &me->s->region, 1, keys, (uint64_t)(uintptr_t)&value, 8, one);
         CHECK(status == KV_UNAVAILABLE || (status == KV_HIT && one->generation % 2 == 0 && value == 7));
         status = slots_view(&t, &me->s->region, 1, keys, one);
@@ -351,7 +359,8 @@ static void check_lease(uint64_t seed, unsigned rounds) {
     s.region = (kv_region){(uint64_t)(uintptr_t)&value, 8};
     pthread_t threads[3];
     reader_state readers[3];
-    int32_t slot = put_one(&s.f, 0, 2, 0, 8, kvx_sum(&value, 8));
+    int32_t slot = put_one(&s.f, 0, generation_in(FIRST_EPOCH), 0, 8, kvx_sum(&value, 8));
+    CHECK(!slots_attach(&s.followed, s.f.mem, s.f.size));
     for (unsigned i = 0; i < 3; i++) {
         readers[i] = (reader_state){.s = &s, .seed = seed + i};
         CHECK(!pthread_create(&threads[i], NULL, lease_thread, &readers[i]));
@@ -367,8 +376,10 @@ static void check_lease(uint64_t seed, unsigned rounds) {
         CHECK(slots_hide(&s.f.w, 1, &slot) == 1); /* not true: another node leads, and has it */
         slot = put_one(&s.f, 0, 2 * round + 1, 0, 8, kvx_sum(&value, 8)); /* nor is this */
         CHECK(slots_hide(&s.f.w, 1, &slot) == 1);
-        slot = put_one(&s.f, 0, 2 * round + 4, 0, 8, kvx_sum(&value, 8)); /* this node leads again */
-        CHECK(slots_set_epoch(&s.f.w, 10 + round) == 1);
+        uint32_t epoch = FIRST_EPOCH + 1 + round;
+        slot = put_one(&s.f, 0, generation_in(epoch), 0, 8, kvx_sum(&value, 8)); /* this node leads again */
+        CHECK(slots_set_epoch(&s.f.w, epoch) == 1);
+        slots_follow(&s.followed);
         slots_set_lease(&s.f.w, round % 3 ? SLOTS_FOREVER : monotonic_ns() + 1000000000u);
         for (unsigned i = 0; i < next_random(&seed) % 2000; i++) pause_cpu();
     }

@@ -203,6 +203,7 @@ static void call(const kv_table *t) {
     kv_found *found = malloc(n * sizeof *found), one;
     kv_resolver resolver = {t, regions, REGIONS};
     uint64_t hits = 0, count;
+    uint32_t epoch;
     for (unsigned i = 0; i < n; i++) {
         numbers[i] = (from + i) % KEYS;
         memcpy(wanted + 16 * i, keys + 16 * numbers[i], 16);
@@ -232,7 +233,8 @@ static void call(const kv_table *t) {
         break;
     case 3: case 4: case 5: read_values(t, n, wanted, numbers, fuzz_u8()); break;
     case 6:
-        hits = slots_resolve(&resolver, n, wanted, found);
+        hits = slots_resolve(&resolver, n, wanted, found, &epoch);
+        CHECK(epoch == t->epoch);
         for (unsigned i = 0; i < n; i++) check_found(&found[i]), hits -= found[i].status == KV_HIT;
         CHECK(hits == 0);
         break;

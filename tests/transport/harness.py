@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.transport.native import ROOT, address_of, keys_of
+from tests.transport.native import EPOCH, ROOT, address_of, keys_of
 from ucxkv.transport.address import UnixAddress
 from ucxkv.transport.base import deadline_after
 from ucxkv.transport.control import ControlConnection
@@ -138,6 +138,7 @@ class Client:
             self.worker,
             endpoint,
             self.token,
+            EPOCH,
             fragment_bytes=fragment,
             is_checked=is_checked,
         )

@@ -16,6 +16,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 _BUILT = "UCXKV_TEST_RESOLVER"
 KEY_MARK = 0x79656B747365746B
+EPOCH = 7
+"""Of the tests' nodes, until they begin another."""
 
 
 @functools.cache

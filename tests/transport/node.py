@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from tests.transport.native import address_of, pattern
+from tests.transport.native import EPOCH, address_of, pattern
 from ucxkv.transport.address import UnixAddress
 from ucxkv.transport.control import ControlConnection
 from ucxkv.transport.control_server import ControlServer
@@ -41,9 +41,10 @@ class Node:
         self.memory = mmap.mmap(-1, REGION_BYTES)
         self.bytes = np.frombuffer(self.memory, np.uint8)
         self.region = MemoryRegion.register(self.context, self.memory)
-        self.table = np.zeros(16 + BLOCKS * FOUND_DTYPE.itemsize, np.uint8)
+        self.table = np.zeros(24 + BLOCKS * FOUND_DTYPE.itemsize, np.uint8)
         self.table[:8].view("<u8")[0] = BLOCKS
-        self.found = self.table[16:].view(FOUND_DTYPE)
+        self.table[16:24].view("<u8")[0] = EPOCH
+        self.found = self.table[24:].view(FOUND_DTYPE)
         self.found["status"] = 1
         self.lost: list[int] = []
         self.worker: Worker | None = None
@@ -60,10 +61,11 @@ class Node:
         self.service.lend(0, self.region)
 
     async def reset(self) -> None:
-        """Forget every block and delay; the memory is zero again."""
+        """Forget every block and delay; the memory is zero again, the epoch the first."""
         self.found[:] = 0
         self.found["status"] = 1
         self.table[8:16] = 0
+        await self.begin_epoch(EPOCH)
         self.bytes[:] = 0
 
     async def hello(self, token: int, address: str, eager_only: bool) -> dict[str, Any]:
@@ -96,6 +98,10 @@ class Node:
             self.bytes[offset] ^= value
         else:
             self.found[number][field] = value
+
+    async def begin_epoch(self, epoch: int) -> None:
+        """Every resolve answers in this epoch from now on."""
+        self.table[16:24].view("<u8")[0] = epoch
 
     async def delay(self, ns: int) -> None:
         """Every resolve takes this long from now on."""

@@ -52,7 +52,7 @@ class MappedPath:
         self._is_closed = False
         self._is_leaving = False
         self.on_other_epoch: Callable[[], None] | None = None
-        """Called once, on a later turn of the loop, when the node is found in another epoch."""
+        """See Path."""
         self.segments: list[MappedSegment] = []
         self._foreign: dict[int, tuple[MappedSegment, memoryview]] = {}  # the view keeps the pages while it is here
         self._retired: list[memoryview] = []  # unmapped while a thread was reading

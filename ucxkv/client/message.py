@@ -3,6 +3,10 @@
 Same host: shared memory with UCX's error mode NONE (in peer mode UCX would move such traffic to TCP); the control
 connection
 is the death signal. Elsewhere: peer mode, and over TCP blocks travel in fragments that are copied into place.
+
+What a client knows of a node it knows of the epoch that it was welcomed in. Every answer but a block's bytes says in
+which epoch it was true (`slots_resolve`); one of another epoch is UNAVAILABLE, and the node is left and dialled again.
+Bytes with their sum are a HIT in any epoch: a key has one content, and the node has answered under its lease.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ from ucxkv.transport.progress import Worker
 from ucxkv.transport.ucx import SAME_HOST_TRANSPORTS, Context, why_no_verbs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ucxkv.buffers import Pieces
     from ucxkv.transport.control import ControlConnection
     from ucxkv.transport.rails import RailChoice
@@ -113,6 +119,7 @@ class MessageEngine:
             worker,
             endpoint,
             welcome.session,
+            welcome.epoch,
             others=others,
             fragment_bytes=0 if is_same_host else TCP_FRAGMENT_BYTES,
         )
@@ -265,14 +272,23 @@ class MessagePath:
         self._is_closed = False
         self.over = over
         self.why = ""
+        self.on_other_epoch: Callable[[], None] | None = None
+        """See Path."""
+        client.on_other_epoch = self._leave_epoch
         self.read_into: ReadInto | None = client.into_reader()
         """See Path."""
         self._write_one = client.value_writer()
 
+    def _leave_epoch(self) -> None:
+        if not self._is_closed and self.on_other_epoch is not None:
+            self.on_other_epoch()
+
     def _gone(self) -> errors.Unavailable:
         why = self._client.error
         if why is None:
-            return errors.Unavailable("the node does not answer, or its lease is over; retry, or recompute")
+            return errors.Unavailable(
+                "the node does not answer, its lease is over, or it went over to another epoch; retry, or recompute"
+            )
         return errors.Unavailable(f"the node cannot be reached by messages: {why}")
 
     async def read(self, keys: bytes, pieces: Pieces, deadline_ns: int | None) -> tuple[U8, U64]:
@@ -300,7 +316,7 @@ class MessagePath:
         except TransportError as exc:
             raise mapped_error(exc) from exc
         if (found["status"] == ReadStatus.UNAVAILABLE).any():
-            raise self._gone()  # or its lease is over: there is no answer
+            raise self._gone()
         visible = ((found["status"] == ReadStatus.HIT) | (found["status"] == ReadStatus.UNMAPPED)).astype(np.uint8)
         return visible, found["length"].astype(np.uint64), found["tier"].astype(np.uint8)
 

@@ -98,8 +98,7 @@ async def open_link(address: str, options: LinkOptions, deadline_ns: int) -> Nod
         await opening.dial()
         path, way = await opening.choose()
         link = NodeLink(opening.dialed.welcome, opening.dialed.connection, path, options.on_lost, way)
-        if isinstance(path, MappedPath):
-            path.on_other_epoch = link.leave_epoch
+        path.on_other_epoch = link.leave_epoch
     except BaseException:
         opening.abort()
         raise

@@ -86,6 +86,9 @@ class Path(Protocol):
 
     kind: PathKind
     why: str
+    on_other_epoch: Callable[[], None] | None
+    """Called once, on a later turn of the loop, when the node is found in another epoch than it welcomed the client in.
+    What it says there is no answer: a status is UNAVAILABLE, a call raises Unavailable."""
     read_into: ReadInto | None
     """The short way to read one value; None where there is none. Not to be called once the path is closed."""
 

@@ -122,7 +122,7 @@ int slots_read_one(const kv_table *t, const void *regions, uint64_t n_regions, c
                    kv_found *out);
 int slots_read_into(const kv_table *t, const void *regions, uint64_t n_regions, const void *key, void *dst, uint64_t len);
 int slots_view(const kv_table *t, const void *regions, uint64_t n_regions, const void *key, kv_found *out);
-size_t slots_resolve(void *ctx, size_t n, const uint8_t *keys, kv_found *out);
+size_t slots_resolve(void *ctx, size_t n, const uint8_t *keys, kv_found *out, uint32_t *epoch);
 int slots_recheck(const kv_table *t, uint32_t slot, uint64_t generation);
 void slots_region_set(void *regions, uint64_t index, uint64_t base, uint64_t size);
 uintptr_t slots_resolve_address(void);

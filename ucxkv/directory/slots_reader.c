@@ -220,11 +220,18 @@ int slots_view(const kv_table *t, const void *regions, uint64_t n_regions, const
 }
 
 /* Locates n keys; a kv_resolve_fn with a kv_resolver as context. Returns the hits; all are UNAVAILABLE when the table is not
- * served. */
-size_t slots_resolve(void *ctx, size_t n, const uint8_t *keys, kv_found *out) {
+ * served. *epoch: the one that this was answered in.
+ *
+ * Why it is exactly that one, though another thread may have this reader follow the table meanwhile. The epoch is taken once,
+ * into t, before the first load of the table; slots_follow had read it from the header, so the table was in that epoch by
+ * then. serving(&t) finds it in the header again after the last load, and epochs only grow: the table was in that epoch at
+ * every load between. What the node changes on its way to the next epoch, it changes after it ended the lease: whoever saw
+ * such a change sees that end too, or a later lease, and with that the later header (slots_set_epoch); either is no answer. */
+size_t slots_resolve(void *ctx, size_t n, const uint8_t *keys, kv_found *out, uint32_t *epoch) {
     const kv_resolver *r = ctx;
     kv_table t = table_now(r->table);
     size_t hits = 0;
+    *epoch = t.epoch;
     stream s;
     stream_open(&s, &t, n, keys);
     for (uint64_t at = 0; at < n; at += BATCH) {

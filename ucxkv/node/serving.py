@@ -49,7 +49,7 @@ class ServingLease:
     def begin_epoch(self, epoch: int) -> None:
         """Go over to a new epoch with what is visible; the lease is over until it is set again.
 
-        Clients that map the table connect again, since they are not served under the epoch they were welcomed in.
+        Clients connect again, since what they read here is not answered to them but in the epoch they were welcomed in.
         """
         self.end_ns = 0
         self._table.set_epoch(epoch)

@@ -11,7 +11,7 @@ import msgspec
 from ucxkv.protocol import messages
 from ucxkv.protocol.messages import Message
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TYPES: dict[int, type[Message]] = {

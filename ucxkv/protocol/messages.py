@@ -1,7 +1,8 @@
 """Control messages, as frozen msgspec structs encoded as msgpack arrays.
 
 Every message has a type code (class constant `CODE`, in the frame's `type` field) and travels as the frame's payload.
-Fields are only ever appended, with defaults, within one wire version; anything else raises `WIRE_VERSION`.
+Fields are only ever appended, with defaults, within one wire version; anything else raises `WIRE_VERSION`,
+and so does any change of the data service's messages (`transport/wire.h`), which have no version of their own.
 Arrays travel as raw little-endian bytes so that nothing is boxed a key: `keys` and `parents` are n x 16 bytes,
 `offsets` n x u64, `lengths` n x u32, `regions` n x u16, `sums` n x u64, `status` n x u8.
 
