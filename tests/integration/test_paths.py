@@ -22,6 +22,7 @@ from tests.harness import ROOT, NodeProcess, wait_until
 from ucxkv import PathKind
 from ucxkv.node import Node, NodeConfig
 from ucxkv.node.service import port_settings
+from ucxkv.protocol import WIRE_VERSION
 from ucxkv.settings import CONFIG_VARIABLE, PATH_VARIABLE, path_setting
 
 
@@ -142,7 +143,7 @@ async def test_the_start_is_logged_with_devices_version_and_protocol(node: NodeP
     started = json.loads(next(line for line in node.log().splitlines() if "node.start" in line))
     assert re.fullmatch(r"\d+\.\d+\.\d+ \((wheel|system|explicit)\)", started["ucx"])
     assert started["transports"] == "tcp/lo" and started["devices"].startswith("lo ")
-    assert started["protocol"] == "wire 1, messages"
+    assert started["protocol"] == f"wire {WIRE_VERSION}, messages"
     async with ucxkv.connect(node.address) as kv:
         facts = (await kv.status())[0].facts
     assert {name: started[name] for name in facts} == facts
