@@ -278,7 +278,7 @@ async def test_an_answer_is_of_the_epoch_that_the_client_was_welcomed_in(path: s
     new epoch the node lets go of one block more, under readers that never pause; every answer over a link says exactly
     what was there in the epoch of that link's welcome, or is none.
     """
-    epochs, size = 24, 5000
+    epochs, size = 8, 5000
     async with Node(_config()) as node, ucxkv.connect(node.address, path=path) as kv:
         k, b = keys(epochs), blocks(epochs, size)
         assert (await kv.put_many(k, b)).ok
@@ -327,6 +327,22 @@ async def test_an_answer_is_of_the_epoch_that_the_client_was_welcomed_in(path: s
         is_over = True
         await asyncio.gather(*readers)
         assert len(served) >= epochs
+
+
+async def test_a_link_lost_in_the_turn_in_which_redialling_ends_is_dialled_again() -> None:
+    """Goal: a node that is left twice is not forgotten. Method: leave it, then again in the turn of the loop in which
+    the task that brought it back has ended, and before anyone is told that it has.
+    """
+    async with Node(_config()) as node, ucxkv.connect(node.address, path="message") as kv:
+        links, dialing = kv._router.links, kv._router._dialing
+        for _ in range(3):
+            links["n"].leave_epoch()
+            task = dialing["n"]
+            while not task.done():  # noqa: ASYNC110 (an event would be set a turn too late)
+                await asyncio.sleep(0)
+            assert "n" in links
+        links["n"].leave_epoch()
+        await wait_until(lambda: "n" in links, "it is dialled again", 30)
 
 
 async def test_a_put_whose_lease_ends_under_it_is_not_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
