@@ -57,12 +57,12 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--shards", type=int, default=8)
     parser.add_argument("--lease-ms", type=int, default=2000)
     parser.add_argument("--durability", choices=("process", "memory"), default="process")
-    parser.add_argument("--host-bytes", default="64MiB")
+    parser.add_argument("--host-bytes", default="48MiB")
     parser.add_argument("--clients", type=int, default=3, help="client processes (default 3)")
     parser.add_argument("--tasks", type=int, default=3, help="clients in each (default 3)")
     parser.add_argument("--pause-ms", type=float, default=30.0, help="mean pause of a client between calls")
     parser.add_argument("--life-s", type=float, default=20.0, help="how long a chain is worked on")
-    parser.add_argument("--fill-bytes", type=int, default=2 << 20, help="cache bytes put a second, for eviction")
+    parser.add_argument("--fill-bytes", type=int, default=32 << 20, help="cache bytes put a second, for eviction")
     parser.add_argument("--no-namespaces", dest="namespaces", action="store_false", help="all on the loopback")
     parser.add_argument("--folder", type=Path, default=None, help="for logs and history; kept then")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the last lines")
@@ -239,6 +239,7 @@ class Run:
             "rounds": self.rounds, "kills": self.kills.total(), "kills_at_steps": self.kills_at_steps,
             "faults": dict(campaign.faults),
             "operations": found.operations, "unknown": found.unknown, "acknowledged": found.acknowledged,
+            "evicted": campaign.evicted,
             "calls": dict(campaign.counts), "violations": found.violations, "found": dict(found.counts),
             "lost": found.counts["lost"], "wrong": found.counts["wrong"], "holes": found.counts["hole"],
             "failovers": len(times), "failover_p50_s": round(middle, 3),
@@ -256,7 +257,8 @@ class Run:
         print("faults: " + ", ".join(f"{count} {kind}" for kind, count in sorted(campaign.faults.items())))
         print("calls: " + ", ".join(f"{count} {name}" for name, count in sorted(campaign.counts.items())))
         print(
-            f"{found.acknowledged} durable puts acknowledged, {found.unknown} operations of unknown outcome; "
+            f"{found.acknowledged} durable puts acknowledged, {found.unknown} operations of unknown outcome, "
+            f"{campaign.evicted} cache blocks evicted; "
             f"{len(times)} shards served again after kill -9: p50 {middle:.2f} s, max {max(times, default=0):.2f} s"
         )
         if self.arguments.rounds:

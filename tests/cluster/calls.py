@@ -21,6 +21,7 @@ __all__ = ["Caller"]
 
 _T = TypeVar("_T")
 _CONNECT_S = 3.0
+_SETTLE_S = 5.0
 _HANG_S = 20.0
 """What a busy machine may add to a deadline."""
 
@@ -64,6 +65,16 @@ class Caller:
                 except errors.UcxKvError:
                     self.counts["not connected"] += 1
             return self._kv
+
+    async def settle(self) -> None:
+        """Wait until every node is reached, as after a round of faults, for some seconds; then connect anew."""
+        until_s = time.monotonic() + _SETTLE_S
+        while time.monotonic() < until_s:
+            kv = await self.client()
+            if kv is not None and all(peer.alive for peer in kv.peers()):
+                return
+            await asyncio.sleep(0.05)
+        await self.again()
 
     async def again(self) -> None:
         """Leave, so that the next call connects anew."""
@@ -156,6 +167,12 @@ class Caller:
             if None in await self.get(chain, at, at + step, deadline_s=4.0):
                 return False
         return await self.match(chain, deadline_s=4.0) is not None
+
+    async def evicted(self) -> list[tuple[str, int, int]]:
+        """Name, epoch and evicted blocks of each node that answers."""
+        kv = await self.client()
+        reports = await self._answer(kv.status(deadline_s=2.0), 2.0, "status") if kv is not None else None
+        return [(one.name, one.epoch, int(one.numbers["evicted"])) for one in reports or ()]
 
     async def _answer(self, call: Awaitable[_T], deadline_s: float, what: str) -> _T | None:
         """None: there was no clear answer."""

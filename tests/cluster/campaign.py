@@ -20,6 +20,7 @@ from tests.cluster.judging import Findings, failovers, judge
 from tests.cluster.machines import CLIENT_HOST, WATCH_HOST, Machines
 from tests.cluster.record import Recorded
 from tests.cluster.workers import WorkerProcess, Workers
+from ucxkv.sizes import parse_size
 
 __all__ = ["Campaign"]
 
@@ -47,7 +48,7 @@ class Campaign:
         self._open.callback(self._events.close)
         self._workers = Workers(self._told)
         self._probes = 0
-        self._judged: set[str] = set()
+        self._evicted: dict[tuple[str, int], int] = {}
 
     # ---- making and ending
 
@@ -78,13 +79,14 @@ class Campaign:
         )  # fmt: skip
         self._open.enter_context(self.machines)
         self.field = Field(self.machines)
-        late = self.machines.await_ready(_READY_S)
+        late = self.machines.await_ready(_READY_S, self._workers.poll)
         if late:
             raise RuntimeError(f"not ready: {late}; {self.machines.nodes[0].tail()}")
         # clients on a host of their own, and others on nodes' hosts, which map their memory
         places = [CLIENT_HOST, *(node.host for node in self.machines.nodes)]
         for at in range(o.clients):
             arguments = ["--fill-bytes", str(o.fill_bytes if at == 0 else 0)]
+            arguments += ["--burst-bytes", str(2 * o.nodes * parse_size(o.host_bytes))]
             self._workers.all.append(self._worker(f"w{at}", places[at % len(places)], at, arguments))
         self.watcher = self._worker("watch", WATCH_HOST, o.clients, ["--watch", "--tasks", "0"])
         self._workers.all.append(self.watcher)
@@ -126,6 +128,8 @@ class Campaign:
             if said["shards"] != self.field.shards:
                 self.note(f"shards: {json.dumps(said['shards'])}")
             self.field.shards = said["shards"]
+        elif said["event"] == "evicted":
+            self._evicted.update({(name, epoch): count for name, epoch, count in said["nodes"]})
         elif said["event"] == "hang":
             self.complain("hang", said["what"])
         else:
@@ -180,7 +184,7 @@ class Campaign:
     def serve(self, why: str) -> bool:
         """Wait until all nodes are ready and every shard stores a put; whether it did in time."""
         bound_s = 30 + 10 * self.lease_s
-        late = self.machines.await_ready(bound_s)
+        late = self.machines.await_ready(bound_s, self._workers.poll)
         for name in late:
             self.complain("progress", f"{name} is not ready {bound_s:.0f} s after {why}")
         self._probes += 1
@@ -220,13 +224,12 @@ class Campaign:
         todo = [(began_s + fault.after_s, fault) for fault in planned]
         active: list[tuple[float, Blow]] = []
         while todo or active:
-            now_s = time.monotonic()
-            if todo and todo[0][0] <= now_s:
+            if todo and todo[0][0] <= time.monotonic():
                 _, fault = todo.pop(0)
                 blow = self.strike(fault.kind, fault.dice)
                 if blow is not None:
-                    active.append((now_s + fault.span_s, blow))
-            for item in [item for item in active if item[0] <= now_s]:
+                    active.append((time.monotonic() + fault.span_s, blow))
+            for item in [item for item in active if item[0] <= time.monotonic()]:
                 active.remove(item)
                 self.undo(item[1])
             self.sleep(_TICK_S)
@@ -266,6 +269,11 @@ class Campaign:
         found.texts = self.findings.texts + found.texts
         self.findings = found
         return found
+
+    @property
+    def evicted(self) -> int:
+        """Blocks that nodes evicted, as far as they were asked before they died."""
+        return sum(self._evicted.values())
 
     @property
     def failovers(self) -> list[float]:

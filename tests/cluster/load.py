@@ -12,8 +12,8 @@ import asyncio
 import os
 import random
 import time
+from collections.abc import Callable
 
-import ucxkv
 from tests.cluster.calls import Caller, unknown
 from tests.cluster.chains import BLOCKS_MAX, Chain
 from ucxkv import errors
@@ -22,7 +22,8 @@ __all__ = ["Filler", "Load"]
 
 _UNKNOWN_MAX = 5
 _SHARED_DURABLE, _SHARED_CACHE = 4, 2
-_FILL_BLOCK = 128 << 10
+_FILL_BLOCK, _FILL_BATCH = 1 << 20, 4
+_ASKED_EVERY = 8
 _KEPT_GENERATIONS = 3
 
 
@@ -153,24 +154,34 @@ class Load:
 
 
 class Filler:
-    """A client that fills the nodes' memory with cache blocks that nobody asks for, so that there is eviction."""
+    """A client that fills the nodes' memory with cache blocks that nobody asks for, so that there is eviction: at once
+    when it begins, then at a pace. say: told how many blocks nodes have evicted, now and then."""
 
-    def __init__(self, caller: Caller, arguments: argparse.Namespace) -> None:
+    def __init__(self, caller: Caller, arguments: argparse.Namespace, say: Callable[..., None]) -> None:
         self.caller = caller
         self.is_over = False
-        self._pause_s = _FILL_BLOCK / arguments.fill_bytes
+        self._say = say
+        self._burst_bytes = arguments.burst_bytes
+        self._pause_s = _FILL_BATCH * _FILL_BLOCK / arguments.fill_bytes
         self._value = random.Random(arguments.seed).randbytes(_FILL_BLOCK)
 
     async def work(self) -> None:
-        """One block after the other until it is over."""
+        """Some blocks after the other until it is over."""
         self.is_over = False
+        batches = 0
         while not self.is_over:
-            await asyncio.sleep(self._pause_s)
             kv = await self.caller.client()
             if kv is None:
                 await asyncio.sleep(0.2)
                 continue
+            keys = [os.urandom(16) for _ in range(_FILL_BATCH)]
             try:
-                await kv.put(os.urandom(16), self._value, deadline_s=2.0)
-            except (ucxkv.UcxKvError, errors.Unavailable):
-                await asyncio.sleep(0.1)
+                is_in = (await kv.put_many(keys, [self._value] * _FILL_BATCH, deadline_s=2.0)).ok
+            except errors.Unavailable:
+                is_in = False
+            batches += is_in
+            if batches * _FILL_BATCH * _FILL_BLOCK < self._burst_bytes and is_in:
+                continue
+            if not batches % _ASKED_EVERY and is_in:
+                self._say(event="evicted", nodes=await self.caller.evicted())
+            await asyncio.sleep(self._pause_s)

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -221,11 +221,12 @@ class Machines:
         for node in self.nodes:
             node.poll()
 
-    def await_ready(self, seconds: float) -> list[str]:
+    def await_ready(self, seconds: float, tick: Callable[[], None]) -> list[str]:
         """Wait until all nodes that are wanted are ready; the names of those that are not in time."""
         until = time.monotonic() + seconds
         while True:
             self.poll()
+            tick()
             late = [node.name for node in self.nodes if node.is_wanted and not node.is_ready]
             if not late or time.monotonic() > until:
                 return late

@@ -47,7 +47,9 @@ class Worker:
         self._out = out
         self._log = Log(Path(arguments.log))
         self._loads = [Load(self._caller(f"{arguments.name}.{at}", at), at, arguments) for at in range(arguments.tasks)]
-        self._filler = Filler(self._caller(f"{arguments.name}.f", 0), arguments) if arguments.fill_bytes else None
+        self._filler = (
+            Filler(self._caller(f"{arguments.name}.f", 0), arguments, self.say) if arguments.fill_bytes else None
+        )
         self._auditor = self._caller(AUDITOR if arguments.watch else f"{arguments.name}.p", 0)
         self._going: list[asyncio.Task[None]] = []
 
@@ -83,6 +85,7 @@ class Worker:
 
     async def _go(self, prefix: str) -> None:
         if not self._going:
+            await asyncio.gather(*(one.caller.settle() for one in self._clients))
             work = [*(load.work(prefix) for load in self._loads), *([self._filler.work()] if self._filler else [])]
             self._going = [asyncio.create_task(self._told_when_broken(one)) for one in work]
         self.say(event="going")
@@ -123,7 +126,8 @@ class Worker:
                 await asyncio.sleep(0.05)
 
         await asyncio.gather(*(one(shard) for shard in range(shards)))
-        self.say(event="probed", served=served, missing=sorted(set(range(shards)) - served.keys()))
+        missing = sorted(set(range(shards)) - served.keys())
+        self.say(event="probed", served=served, missing=missing)
 
     async def _audit(self, path: str, seconds: str) -> None:
         """Read every block of every chain; which chains did not answer in time."""
@@ -180,6 +184,7 @@ def main() -> None:
     options.add_argument("--life-s", type=float, default=20.0, help="how long a chain is worked on")
     options.add_argument("--deadline-s", type=float, default=4.0)
     options.add_argument("--fill-bytes", type=int, default=0, help="a second of cache blocks, so that some are evicted")
+    options.add_argument("--burst-bytes", type=int, default=0, help="as many of them at once when it begins")
     options.add_argument("--mixed-paths", action="store_true", help="every second client by messages")
     options.add_argument("--watch", action="store_true")
     arguments = options.parse_args()
