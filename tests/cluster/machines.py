@@ -126,6 +126,11 @@ class NodeMachine:
             self._process.send_signal(signal.SIGUSR1)
 
     @property
+    def pid(self) -> int:
+        """Of its process; 0 when it has none."""
+        return self._process.pid if self._process is not None else 0
+
+    @property
     def is_up(self) -> bool:
         """Whether it has a process."""
         return self._process is not None

@@ -162,7 +162,7 @@ def _shards(picture: Any) -> dict[str, Any]:
         number = key.partition("/")[2]
         if number.isdigit():
             said = json.loads(entry.value)
-            insync = [name for name, _ in said["insync"]]
+            insync = [member[0] for member in said["insync"]]
             found[number] = {"epoch": said["epoch"], "leader": said["leader"][0], "insync": insync}
     return found
 
