@@ -39,11 +39,13 @@ _ORDER, _UNAVAILABLE = int(PutStatus.ORDER), int(PutStatus.UNAVAILABLE)
 async def until_decided(
     router: Router, keys: KeyRows, parents: KeyRows, pieces: Pieces, deadline_ns: int, attempt: Attempt
 ) -> U8:
-    """Put n blocks, again and again those that no leader took: PutStatus u8[n], UNAVAILABLE at the deadline."""
+    """Put n blocks, again and again those that no leader took: PutStatus u8[n], UNAVAILABLE at the deadline or when
+    the client is closed.
+    """
     status = await attempt(keys, parents, pieces)
     pause_s = _PAUSE_MIN_S
     while len(left := _undecided(keys, parents, status)):
-        if time.monotonic_ns() + int(pause_s * 1e9) >= deadline_ns:
+        if not router.is_open or time.monotonic_ns() + int(pause_s * 1e9) >= deadline_ns:
             status[left] = _UNAVAILABLE
             break
         router.look_for_leaders()

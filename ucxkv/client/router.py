@@ -68,7 +68,8 @@ class Router:
         self._members: Members | None = None
         self._homes: dict[bytes, str] = {}
         self._nearest: list[NodeLink] = []
-        self._is_open = True
+        self.is_open = True
+        """Until `aclose`."""
         self._is_opening = False
         self.sole: NodeLink | None = None
         """The only node there is, when there is one and it answers for everything: spares all routing."""
@@ -101,7 +102,7 @@ class Router:
         assert self._options is not None
         link = await open_link(address, self._options, deadline_ns)
         known = self.links.get(link.name)
-        if known is not None or not self._is_open:
+        if known is not None or not self.is_open:
             link.close()
             if known is not None and known.node_id != link.node_id:
                 raise errors.SetupError(
@@ -197,13 +198,13 @@ class Router:
             self._redial(name)
 
     def _redial(self, name: str) -> None:
-        if self._is_open and name not in self._dialing:
+        if self.is_open and name not in self._dialing:
             self._dialing[name] = asyncio.create_task(self._keep_dialing(name), name=f"redial-{name}")
 
     async def _keep_dialing(self, name: str) -> None:
         attempt = 0
         try:
-            while self._is_open and name not in self.links and name in self._known:
+            while self.is_open and name not in self.links and name in self._known:
                 try:
                     await self._dial(self._known[name].address, time.monotonic_ns() + int(_DIAL_S * 1e9))
                 except errors.UcxKvError as exc:
@@ -217,7 +218,7 @@ class Router:
 
     async def aclose(self) -> None:
         """Leave every node in good order. Idempotent."""
-        self._is_open = False
+        self.is_open = False
         tasks = [*self._dialing.values(), *self._looking.values(), *self._leaving.values()]
         for task in tasks:
             task.cancel()
@@ -282,7 +283,7 @@ class Router:
         other shards by now. Returns at once.
         """
         for name in list(self.links) if names is None else names:
-            if name not in self._looking and self._is_open:
+            if name not in self._looking and self.is_open:
                 self._looking[name] = asyncio.create_task(self._look_at(self.links[name]), name=f"look-{name}")
 
     async def _look_at(self, link: NodeLink) -> None:
