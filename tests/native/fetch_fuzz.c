@@ -52,12 +52,7 @@ static void send_in(unsigned id, const void *header, size_t header_length, uint8
         a_request *r = request_of(d.request);
         if (r != NULL && d.index < r->n) r->delivered[d.index] += length;
     }
-    kv_many many;
-    if ((id == KV_AM_FOUND || id == KV_AM_OUTCOMES) && header_length == sizeof many) {
-        memcpy(&many, copy, sizeof many);
-        a_request *r = request_of(many.request);
-        if (r != NULL) *(many.epoch == EPOCH ? &r->is_told : &r->is_told_otherwise) = 1;
-    }
+    learn_told(id, copy, header_length);
     double_deliver(id, copy, header_length, payload, length, flags & 1, 0);
 }
 
@@ -291,8 +286,7 @@ static void call_refused(void) { /* what the caller must not ask for */
     an_endpoint *e = some_endpoint();
     if (e == NULL) return;
     uint32_t count = fuzz_u8() & 1 ? 0 : KV_MAX_KEYS + 1, receives, first[3] = {0, 2, 1};
-    CHECK(kv_fetch_read(m.fetcher, e->endpoint, 1, EPOCH, 0, count, NULL, NULL, NULL, NULL, 0, 0, NULL, 0) ==
-          UCS_ERR_INVALID_PARAM);
+    CHECK(kv_fetch_read(m.fetcher, e->endpoint, 1, 1, 0, count, NULL, NULL, NULL, NULL, 0, 0, NULL, 0) == UCS_ERR_INVALID_PARAM);
     CHECK(kv_fetch_lookup(m.fetcher, e->endpoint, 1, EPOCH, 0, count, NULL, 0) == UCS_ERR_INVALID_PARAM);
     CHECK(kv_fetch_write(m.fetcher, e->endpoint, 1, 0, count, NULL, NULL, NULL, NULL, NULL, 0, NULL, 0) ==
           UCS_ERR_INVALID_PARAM);

@@ -66,6 +66,15 @@ FUZZ_QUIET static void free_pieces(a_request *r) {
     }
 }
 
+/* A message that says in which epoch it was true is about to come; a broken one may be nobody's. */
+FUZZ_QUIET static void learn_told(unsigned id, const uint8_t *header, size_t header_length) {
+    kv_many many;
+    if ((id != KV_AM_FOUND && id != KV_AM_OUTCOMES) || header_length != sizeof many) return;
+    memcpy(&many, header, sizeof many);
+    a_request *r = request_of(many.request);
+    if (r != NULL) *(many.epoch == EPOCH ? &r->is_told : &r->is_told_otherwise) = 1;
+}
+
 static void operation_over(an_operation *o) {
     for (unsigned i = 0; i < 4; i++) {
         free(o->buffer[i]);
