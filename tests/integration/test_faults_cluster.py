@@ -12,6 +12,7 @@ import pytest
 import ucxkv
 from tests.conftest import blocks, keys
 from tests.harness import NodeProcess, wait_until
+from tests.integration.durable_nodes import Lives, life
 from ucxkv import Part, PutStatus, ReadStatus
 from ucxkv.node import Node, NodeConfig
 from ucxkv.placement import Members, home, part_nodes
@@ -428,3 +429,23 @@ async def test_a_node_that_joins_later_serves_buffers_of_before(inner: list[Node
         assert await kv.get(k[0]) is None
     finally:
         await kv.aclose()
+
+
+async def test_a_key_that_two_nodes_hold_in_two_sizes_is_read_from_one_of_them(again: Lives) -> None:
+    """Goal: a read ends whatever the nodes hold. Method: a node keeps durable values; while it is away another is given
+    other values of the same keys, by length too; then it joins: each value read is one that was put, at once."""
+    k, small, large = keys(24), blocks(24, 100), blocks(24, 5000, 1)
+    async with life(again) as (_, kv):
+        assert (await kv.put_many(k, small, durable=True)).ok
+    async with AsyncExitStack() as stack:
+        config = NodeConfig(name="n2", listen="127.0.0.1:0", host_bytes=16 * MIB, message_path=False, slots_count=2048)
+        other = await stack.enter_async_context(Node(config))
+        async with ucxkv.connect(other.address) as kv:
+            assert (await kv.put_many(k, large)).ok
+        await stack.enter_async_context(Node(again.config(join=(other.address,))))
+        kv = await stack.enter_async_context(await whole(other.address, 2))
+        got = await kv.get_many(k, deadline_s=30)
+        assert got.hits == 24 and got.values is not None and len(got.sources) == 2
+        for i, value in enumerate(got.values):
+            assert value in (small[i].tobytes(), large[i].tobytes())
+            assert await kv.get(k[i], deadline_s=30) == value

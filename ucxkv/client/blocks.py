@@ -46,6 +46,7 @@ __all__ = ["BlockCalls"]
 _KEYS_MAX = 1 << 20
 _DEADLINE_S_MAX = 86_400.0
 _LIST_PAGE = 1000
+_READ_ATTEMPTS = 8
 _ASSUMED_LOAD_BYTES_S = 8e9
 _LIST_ROUNDS_MAX = 1 << 20
 
@@ -350,22 +351,32 @@ class BlockCalls:
         counts["errors"] += tally[ReadStatus.SIZE] + sum(tally[ReadStatus.UNMAPPED :]) - tally[ReadStatus.STALE]
         counts["bytes_out"] += result.nbytes
 
-    async def _get_values(self, rows: npt.NDArray[np.uint8], root: bytes | None, deadline_ns: int) -> GetResult:
-        """Read into memory of our own: look the lengths up, allocate, read; again for values that changed meanwhile."""
+    async def _get_values(
+        self, rows: npt.NDArray[np.uint8], root: bytes | None, deadline_ns: int, attempts: int = _READ_ATTEMPTS
+    ) -> GetResult:
+        """Read into memory of our own: look the lengths up, allocate, read; again for values that changed meanwhile.
+
+        A length is the word of the first node that has the key, as its value will be: two may have it in two sizes.
+        """
         n = len(rows)
-        lengths = np.zeros(n, np.uint64)
+        lengths, is_found = np.zeros(n, np.uint64), np.zeros(n, np.bool_)
         for link, indices in plan(self._router, rows, root):
+            wanted = indices[~is_found[indices]]
+            if not len(wanted):
+                continue
             try:
-                found, sizes, _ = await link.path.lookup(rows[indices].tobytes(), deadline_ns)
+                found, sizes, _ = await link.path.lookup(rows[wanted].tobytes(), deadline_ns)
             except errors.Unavailable:
                 continue
             there = found.astype(np.bool_)
-            lengths[indices[there]] = sizes[there]
+            lengths[wanted[there]], is_found[wanted[there]] = sizes[there], True
         buffers = [bytearray(length) for length in lengths.tolist()]
         status, sizes, sources = await read_blocks(self._router, rows, as_destinations(buffers, n), root, deadline_ns)
         changed = np.flatnonzero(status == ReadStatus.SIZE)
-        if len(changed):  # put between the look-up and the read
-            again = await self._get_values(rows[changed], root, deadline_ns)
+        if len(changed) and attempts == 1:
+            status[changed] = ReadStatus.STALE
+        elif len(changed):  # put between the look-up and the read
+            again = await self._get_values(rows[changed], root, deadline_ns, attempts - 1)
             status[changed], sizes[changed] = again.status, again.lengths
             for i, value in zip(changed.tolist(), again.values or [], strict=True):
                 buffers[i] = bytearray(value or b"")
