@@ -26,6 +26,7 @@ import argparse
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import statistics
@@ -254,6 +255,7 @@ class Run:
             print(f"VIOLATION {_short(text)}")
         if found.texts:
             print(f"all {len(found.texts)} of them, whole: {self.folder / 'violations.txt'}; faults: events.log")
+            print(f"the same choices: {shlex.join(['python', *sys.argv, '--seed', str(self.arguments.seed)])}")
         print("faults: " + ", ".join(f"{count} {kind}" for kind, count in sorted(campaign.faults.items())))
         print("calls: " + ", ".join(f"{count} {name}" for name, count in sorted(campaign.counts.items())))
         print(

@@ -114,8 +114,10 @@ class Campaign:
     # ---- time
 
     def note(self, text: str) -> None:
-        """Write it down, with its time."""
-        print(f"{(time.monotonic_ns() - self._started_ns) / 1e9:9.3f} s  {text}", file=self._events, flush=True)
+        """Write it down, with its time since the start, and as operations have it."""
+        now_ns = time.monotonic_ns()
+        since_s = (now_ns - self._started_ns) / 1e9
+        print(f"{since_s:9.3f} s  {now_ns / 1e6:.3f} ms  {text}", file=self._events, flush=True)
 
     def complain(self, kind: str, text: str) -> None:
         """Something that must not be."""

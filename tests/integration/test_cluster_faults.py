@@ -17,6 +17,7 @@ from tests.hosts import why_not
 SCRIPT = Path(__file__).resolve().parent.parent.parent / "scripts" / "cluster_faults.py"
 pytestmark = [
     pytest.mark.faults,
+    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it is here"),
 ]
