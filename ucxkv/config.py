@@ -157,6 +157,10 @@ def _check(config: NodeConfig, origin: Mapping[str, str]) -> None:
                     raise refuse(key, text, "host:port or [ipv6]:port")
             except AddressError as exc:
                 raise SetupError(f"{origin.get(key, 'default')}: {key}: {exc}") from exc
+    if not 1 <= config.cluster_shards <= 256 or config.cluster_shards & (config.cluster_shards - 1):
+        raise refuse("cluster_shards", config.cluster_shards, "a power of two from 1 to 256")
+    if not 1 <= config.replicas <= 3:
+        raise refuse("replicas", config.replicas, "1 to 3")
     if config.cluster_lease_ms < 1000:
         raise refuse("cluster_lease_ms", config.cluster_lease_ms, "1000 or more")
     if config.cluster:

@@ -158,7 +158,7 @@ class Worker:
 def _shards(picture: Any) -> dict[str, Any]:
     """Shard -> epoch, leader and the names in sync."""
     found = {}
-    for key, entry in picture.items():
+    for key, entry in picture.entries.items():
         number = key.partition("/")[2]
         if number.isdigit():
             said = json.loads(entry.value)

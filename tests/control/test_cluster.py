@@ -19,12 +19,12 @@ from ucxkv.control.records import (
     ClusterRecord,
     Incarnation,
     MemberRecord,
-    Replica,
-    ShardConfig,
+    ShardRecord,
     decode_record,
     encode_record,
 )
 from ucxkv.protocol.messages import MemberInfo
+from ucxkv.replication import Member, ShardConfig
 from ucxkv.sharding import ShardRule
 
 
@@ -77,7 +77,8 @@ async def test_a_shard_changes_by_compare_and_set_only(engine: Engine) -> None:
     other = await Cluster.open(await engine.open())
     assert await cluster.shard(3) == (None, 0)
     configs = [
-        ShardConfig(epoch=1, leader=Replica(name, 1), insync=(Replica(name, 1), Replica("x/y", 2))) for name in "ab"
+        ShardConfig(epoch=1, leader=Member(name, 1), insync=frozenset((Member(name, 1), Member("x/y", 2))))
+        for name in "ab"
     ]
     outcomes = await asyncio.gather(
         cluster.set_shard(3, 0, configs[0]), other.set_shard(3, 0, configs[1]), return_exceptions=True
@@ -87,15 +88,17 @@ async def test_a_shard_changes_by_compare_and_set_only(engine: Engine) -> None:
     config, revision = await other.shard(3)
     assert revision == won[0] and config == configs[outcomes.index(won[0])]
     assert config is not None
-    later = ShardConfig(epoch=2, leader=Replica("x/y", 2), insync=(Replica("x/y", 2),))
+    later = ShardConfig(epoch=2, leader=Member("x/y", 2), insync=frozenset((Member("x/y", 2),)))
     moved = await other.set_shard(3, revision, later)
     with pytest.raises(Conflict):
         await cluster.set_shard(3, revision, config)
-    assert await cluster.shards() == {3: (later, moved)}
+    assert (await cluster.view()).shards == {3: (later, moved)} and await other.read_shard(3) == (later, moved)
+    nobody, asked_at = await cluster.read_shard(30)
+    assert nobody is None and asked_at >= moved
     with pytest.raises(errors.UsageError):
         await cluster.shard(cluster.record.shards)
     with pytest.raises(ValueError, match="in-sync"):
-        ShardConfig(epoch=1, leader=Replica("a", 1), insync=())
+        ShardRecord(epoch=1, leader=Member("a", 1), insync=())
 
 
 @pytest.mark.parametrize("key", ["cluster", "members/n", "incarnations/n", "shards/0"])
@@ -107,7 +110,7 @@ async def test_a_record_of_a_newer_version_is_refused_and_kept(plane: ControlPla
     newer = await put(plane, key, b'{"version": 9, "shape": {"unknown": [1, 2]}}')
     with pytest.raises(errors.SetupError, match=r"version 9.*version 1 or older.*upgrade"):
         cluster = await Cluster.open(plane)
-        await cluster.shards()
+        await cluster.view()
         await cluster.shard(0)
         await cluster.register(info("n"), engine.ttl_s)
     assert await plane.get(key) == newer
@@ -116,7 +119,7 @@ async def test_a_record_of_a_newer_version_is_refused_and_kept(plane: ControlPla
 @pytest.mark.parametrize(
     "value", [b"", b"{}", b"[1]", b"\xff\xfe", b'{"version": 0}', b'{"version": 1}', b'{"version": "1"}', b"[" * 5000]
 )
-@pytest.mark.parametrize("kind", [ClusterRecord, MemberRecord, Incarnation, ShardConfig])
+@pytest.mark.parametrize("kind", [ClusterRecord, MemberRecord, Incarnation, ShardRecord])
 def test_what_is_no_record_is_refused_by_its_key(value: bytes, kind: type[ClusterRecord]) -> None:
     """Goal: a damaged value is a SetupError naming the key. Method: values that are nearly records."""
     with pytest.raises(errors.SetupError, match="some/key"):
@@ -138,11 +141,13 @@ async def test_a_picture_follows_the_members_and_outlives_an_outage_and_a_compac
     near, far = MemoryControl(store, timeout_s=0.2), MemoryControl(store)
     cluster, other = await Cluster.open(near), await Cluster.open(far)
     seen: list[list[str]] = []
+    revisions: list[int] = []
 
     async def follow() -> None:
-        async with aclosing(cluster.follow_members()) as pictures:
-            async for members in pictures:
-                seen.append([member.name for member in members])
+        async with aclosing(cluster.follow()) as views:
+            async for view in views:
+                seen.append([member.name for member in view.members])
+                revisions.append(view.revision)
 
     following = asyncio.create_task(follow())
     await wait_until(lambda: seen == [[]], "the first picture")
@@ -157,11 +162,20 @@ async def test_a_picture_follows_the_members_and_outlives_an_outage_and_a_compac
     assert seen[-1] == ["a", "b"], "an outage leaves the last picture"
     near.outage = Outage.NONE
     await wait_until(lambda: seen[-1] == ["b", "c"], "what happened meanwhile")
+    assert revisions == sorted(revisions) and revisions[-1] == (await other.view()).revision
     await near.aclose()
     with pytest.raises(errors.Unavailable):
         await following
     await far.aclose()
     await store.aclose()
+
+
+async def test_a_node_is_set_to_drain_and_back(engine: Engine) -> None:
+    """Goal: `ucxkv drain` and its undoing. Method: set twice, taken back twice, by two handles; the view says it."""
+    cluster, other = await Cluster.open(await engine.open()), await Cluster.open(await engine.open())
+    for is_draining in (True, True, False, False):
+        await cluster.set_draining("n/1", "a test", is_draining=is_draining)
+        assert (await other.view()).draining == ({"n/1"} if is_draining else set())
 
 
 async def test_a_picture_is_right_after_any_compaction(engine: Engine) -> None:
@@ -174,7 +188,7 @@ async def test_a_picture_is_right_after_any_compaction(engine: Engine) -> None:
         nonlocal latest
         async with aclosing(mirror(plane, "p/")) as pictures:
             async for picture in pictures:
-                latest = picture
+                latest = picture.entries
                 await asyncio.sleep(0.001)
 
     following = asyncio.create_task(follow())

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ucxkv.cli import data, doctor, node, perf, topo
+from ucxkv.cli import data, doctor, drain, node, perf, topo
 from ucxkv.errors import SetupError, UcxKvError, Unavailable, UsageError
 
 __all__ = ["app", "run"]
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 app.command("node")(node.node)
 app.command("forget")(node.forget)
+app.command("drain")(drain.drain)
 app.command("status")(data.status)
 app.command("put")(data.put)
 app.command("get")(data.get)

@@ -50,6 +50,12 @@ def node(
     cluster_lease_ms: Annotated[
         int | None, typer.Option("--cluster-lease-ms", help="Lease of the registration there.")
     ] = None,
+    cluster_shards: Annotated[
+        int | None, typer.Option("--cluster-shards", help="Shards of a cluster that this node makes.")
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option("--replicas", help="Nodes that hold each shard of a cluster that this node makes.")
+    ] = None,
     advertise: Annotated[str | None, typer.Option("--advertise", help="Address that others are told.")] = None,
     token_file: Annotated[Path | None, typer.Option("--token-file", help="File with the shared token.")] = None,
     metrics_listen: Annotated[str | None, typer.Option("--metrics-listen", help="host:port for Prometheus.")] = None,
@@ -87,6 +93,8 @@ def node(
         "join": tuple(join) if join else None,
         "cluster": cluster,
         "cluster_lease_ms": cluster_lease_ms,
+        "cluster_shards": cluster_shards,
+        "replicas": replicas,
         "advertise": advertise,
         "token_file": token_file,
         "data_port": data_port,

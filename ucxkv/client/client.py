@@ -184,7 +184,7 @@ class Client(BlockCalls):
             if not len(wanted):
                 break
             try:
-                answer = await link.ask(m.Delete(keys=rows[wanted].tobytes()), deadline_ns)
+                answer = await link.ask(m.Delete(keys=rows[wanted].tobytes(), epoch=link.epoch), deadline_ns)
                 if not isinstance(answer, m.Statuses) or len(answer.status) != len(wanted):
                     raise errors.Unavailable("the node's answer to a delete does not fit it", node=link.name)
             except errors.Unavailable:

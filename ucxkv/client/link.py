@@ -59,6 +59,8 @@ class NodeLink:
         self.name = welcome.name
         self.address = welcome.address
         self.node_id = welcome.node_id
+        self.epoch = welcome.epoch if welcome.shards else 0
+        """The one in which it leads what it said that it leads; 0 without shards."""
         self.led = led_shards(welcome)
         """Shards that the node leads in the epoch it was welcomed in, one bit each."""
         self.is_alive = True

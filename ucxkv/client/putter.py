@@ -114,6 +114,7 @@ class Putter:
             sums=total.to_bytes(8, "little"),
             refill_length=nbytes if wanted else 0,
             refill_count=wanted,
+            epoch=self._link.epoch,
         )
         try:
             future = self._start(message, deadline_ns)
@@ -263,6 +264,7 @@ class Putter:
             sums=sums.tobytes(),
             refill_length=length,
             durable=durable,
+            epoch=self._link.epoch,
         )
         return self._start(message, deadline_ns)
 

@@ -222,6 +222,7 @@ async def _put_group(
             owner=holder.node_id,
             owner_session=holder.welcome.session,
             deadline_ms=max(1, (deadline_ns - time.monotonic_ns()) // 1_000_000),
+            epoch=home.epoch,
         )
         status[at:end] = _UNAVAILABLE  # from here on its answer alone tells
         try:

@@ -18,9 +18,10 @@ from ucxkv.control.mirror import mirror
 from ucxkv.control.opening import open_control
 from ucxkv.control.records import (
     ClusterRecord,
+    Draining,
     Incarnation,
     MemberRecord,
-    ShardConfig,
+    ShardRecord,
     decode_record,
     encode_record,
 )
@@ -31,14 +32,17 @@ if TYPE_CHECKING:
 
     from ucxkv.control.base import Clock, ControlPlane, Entry
     from ucxkv.control.lease import Lease
+    from ucxkv.control.mirror import Picture
     from ucxkv.protocol.messages import MemberInfo
+    from ucxkv.replication import ShardConfig
 
-__all__ = ["Cluster", "NameTaken", "Registration", "registered_addresses"]
+__all__ = ["Cluster", "ClusterView", "NameTaken", "Registration", "registered_addresses"]
 
 CLUSTER: Final = "cluster"
 MEMBERS: Final = "members/"
 INCARNATIONS: Final = "incarnations/"
 SHARDS: Final = "shards/"
+DRAINING: Final = "draining/"
 
 _CONFLICTS_MAX: Final = 32
 _NAME_POLL_S: Final = 0.2
@@ -58,6 +62,20 @@ class Registration:
     lease: Lease
 
 
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """A cluster as it was at one revision: all changes up to it are in, none after it.
+
+    members: registered nodes, by name. shards: who holds each, with the revision to change it at; one that nobody ever
+    held is missing. draining: names of nodes that are to hold nothing.
+    """
+
+    revision: int
+    members: list[MemberRecord]
+    shards: dict[int, tuple[ShardConfig, int]]
+    draining: frozenset[str]
+
+
 class Cluster:
     """The records of one cluster. Open it with `await Cluster.open(plane)`."""
 
@@ -67,8 +85,12 @@ class Cluster:
         self._clock = clock
 
     @classmethod
-    async def open(cls, plane: ControlPlane, *, rule: ShardRule | None = None, clock: Clock | None = None) -> Cluster:
-        """Read the cluster's record, making it (with `rule`, default `ShardRule()`) when there is none yet."""
+    async def open(
+        cls, plane: ControlPlane, *, rule: ShardRule | None = None, replicas: int = 1, clock: Clock | None = None
+    ) -> Cluster:
+        """Read the cluster's record, making it (with `rule`, default `ShardRule()`, and `replicas`) when there is none
+        yet.
+        """
         clock = clock or SystemClock()
         wanted = rule or ShardRule()
         fresh = ClusterRecord(
@@ -76,6 +98,7 @@ class Cluster:
             shards=wanted.shards,
             fanout=wanted.fanout,
             cut_blocks=wanted.cut_blocks,
+            replicas=replicas,
         )
         for _ in range(_CONFLICTS_MAX):
             entry = await plane.get(CLUSTER)
@@ -100,14 +123,34 @@ class Cluster:
         entries, _ = await self.plane.list(MEMBERS)
         return _members(entries)
 
-    async def follow_members(self) -> AsyncGenerator[list[MemberRecord], None]:
-        """Who is registered, now and after every change (see `mirror`)."""
-        pictures = mirror(self.plane, MEMBERS, clock=self._clock)
+    async def view(self) -> ClusterView:
+        """The cluster now."""
+        entries, revision = await self.plane.list("")
+        return _view({entry.key: entry for entry in entries}, revision)
+
+    async def follow(self) -> AsyncGenerator[ClusterView, None]:
+        """The cluster now and after every change (see `mirror`)."""
+        pictures: AsyncGenerator[Picture, None] = mirror(self.plane, "", clock=self._clock)
         try:
             async for picture in pictures:
-                yield _members(picture.values())
+                yield _view(picture.entries, picture.revision)
         finally:
             await pictures.aclose()
+
+    async def set_draining(self, name: str, by: str, *, is_draining: bool) -> None:
+        """Say that a node of this name is to hold nothing, or take that back. by: who says so. Idempotent."""
+        key = DRAINING + name
+        for _ in range(_CONFLICTS_MAX):
+            entry = await self.plane.get(key)
+            if (entry is not None) == is_draining:
+                return
+            value = encode_record(Draining(by=by)) if is_draining else None
+            try:
+                await self.plane.compare_and_set(key, entry.revision if entry is not None else 0, value)
+            except (Conflict, OutcomeUnknown):
+                continue
+            return
+        raise errors.Unavailable(f"{_CONFLICTS_MAX} others changed {key} first")
 
     async def register(self, info: MemberInfo, lease_s: float, *, wait_s: float | None = None) -> Registration:
         """Make a node known under a lease of its own, as a new incarnation.
@@ -171,28 +214,25 @@ class Cluster:
     async def shard(self, number: int) -> tuple[ShardConfig | None, int]:
         """Who holds a shard, and the revision to change it at: (None, 0) when nobody ever did."""
         entry = await self.plane.get(self._shard_key(number))
-        return (None, 0) if entry is None else (decode_record(entry, ShardConfig), entry.revision)
+        return (None, 0) if entry is None else (decode_record(entry, ShardRecord).config, entry.revision)
 
-    async def shards(self) -> dict[int, tuple[ShardConfig, int]]:
-        """All shards that somebody holds, by number."""
-        entries, _ = await self.plane.list(SHARDS)
-        return _shards(entries)
-
-    async def follow_shards(self) -> AsyncGenerator[dict[int, tuple[ShardConfig, int]], None]:
-        """The same, now and after every change (see `mirror`)."""
-        pictures = mirror(self.plane, SHARDS, clock=self._clock)
-        try:
-            async for picture in pictures:
-                yield _shards(picture.values())
-        finally:
-            await pictures.aclose()
+    async def read_shard(self, number: int) -> tuple[ShardConfig | None, int]:
+        """The same; for a shard that nobody ever held, the revision of the whole control plane when it was asked."""
+        key = self._shard_key(number)
+        entries, revision = await self.plane.list(key)
+        for entry in entries:
+            if entry.key == key:
+                return decode_record(entry, ShardRecord).config, entry.revision
+        return None, revision
 
     async def set_shard(self, number: int, revision: int, config: ShardConfig) -> int:
         """Let `config` follow what was read at `revision`: the new revision.
 
         Raises Conflict, OutcomeUnknown: read it again then.
         """
-        entry = await self.plane.compare_and_set(self._shard_key(number), revision, encode_record(config))
+        entry = await self.plane.compare_and_set(
+            self._shard_key(number), revision, encode_record(ShardRecord.of(config))
+        )
         assert entry is not None
         return entry.revision
 
@@ -218,10 +258,17 @@ def _members(entries: Iterable[Entry]) -> list[MemberRecord]:
     return sorted((decode_record(entry, MemberRecord) for entry in entries), key=lambda record: record.name)
 
 
-def _shards(entries: Iterable[Entry]) -> dict[int, tuple[ShardConfig, int]]:
-    return {
-        int(entry.key.removeprefix(SHARDS)): (decode_record(entry, ShardConfig), entry.revision) for entry in entries
-    }
+def _view(entries: dict[str, Entry], revision: int) -> ClusterView:
+    return ClusterView(
+        revision=revision,
+        members=_members(entry for key, entry in entries.items() if key.startswith(MEMBERS)),
+        shards={
+            int(key.removeprefix(SHARDS)): (decode_record(entry, ShardRecord).config, entry.revision)
+            for key, entry in entries.items()
+            if key.startswith(SHARDS)
+        },
+        draining=frozenset(key.removeprefix(DRAINING) for key in entries if key.startswith(DRAINING)),
+    )
 
 
 def _taken(other: MemberRecord) -> NameTaken:

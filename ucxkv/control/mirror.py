@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ucxkv import errors
@@ -17,18 +18,28 @@ if TYPE_CHECKING:
 
     from ucxkv.control.base import Clock, ControlPlane, Entry
 
-__all__ = ["mirror"]
+__all__ = ["Picture", "mirror"]
 
 _BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
 
 log = logging.getLogger("ucxkv.control")
 
 
-async def mirror(
-    plane: ControlPlane, prefix: str, *, clock: Clock | None = None
-) -> AsyncGenerator[dict[str, Entry], None]:
-    """The entries under `prefix` by key, now and after every change. Raises ControlClosed in the
-    end, and what is not Unavailable."""
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """entries: by key. revision: all changes up to this one are in it, and none after it."""
+
+    entries: dict[str, Entry]
+    revision: int
+
+
+async def mirror(plane: ControlPlane, prefix: str, *, clock: Clock | None = None) -> AsyncGenerator[Picture, None]:
+    """The entries under `prefix`, now and after every change. Raises ControlClosed in the end, and what is not
+    Unavailable.
+
+    Changes that the control plane made in one step may come as several pictures of one revision, of which the
+    last is whole.
+    """
     clock = clock or SystemClock()
     attempt = 0
     while True:
@@ -43,7 +54,7 @@ async def mirror(
             continue
         attempt = 0
         picture = {entry.key: entry for entry in entries}
-        yield dict(picture)
+        yield Picture(dict(picture), revision)
         async with aclosing(plane.watch(prefix, revision)) as changes:
             async for change in changes:
                 if change.kind is ChangeKind.RESYNC:
@@ -52,4 +63,5 @@ async def mirror(
                     picture[change.entry.key] = change.entry
                 else:
                     picture.pop(change.entry.key, None)
-                yield dict(picture)
+                revision = change.entry.revision
+                yield Picture(dict(picture), revision)

@@ -3,7 +3,8 @@
     cluster             ClusterRecord   once, when the cluster is made
     incarnations/NAME   Incarnation     the last life given to a node of that name; never deleted
     members/NAME        MemberRecord    under its node's lease: gone when the node is
-    shards/N            ShardConfig     who holds shard N
+    shards/N            ShardRecord     who holds shard N
+    draining/NAME       Draining        a node that is to hold nothing any more; deleted to take that back
 
 Rules
   - A record that is written names its writer (a node id, an incarnation), so that a change whose answer was lost can
@@ -14,21 +15,22 @@ Rules
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, ClassVar, Self, TypeVar
 
 import msgspec
 
 from ucxkv import errors
 from ucxkv.control.base import Entry
 from ucxkv.protocol.messages import MemberInfo
+from ucxkv.replication.config import Member, ShardConfig
 
 __all__ = [
     "ClusterRecord",
+    "Draining",
     "Incarnation",
     "MemberRecord",
     "Record",
-    "Replica",
-    "ShardConfig",
+    "ShardRecord",
     "decode_record",
     "encode_record",
 ]
@@ -45,13 +47,15 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterRecord(Record, frozen=True, kw_only=True):
-    """What a cluster is, fixed for its life. shards: how many shards its directory has. The other two are the fields of
-    `ucxkv.sharding.ShardRule` that decide where a block lives, so every node and client has to use the same."""
+    """What a cluster is, fixed for its life. shards: how many shards its directory has. fanout, cut_blocks: the fields
+    of `ucxkv.sharding.ShardRule` that decide where a block lives, so every node and client has to use the same.
+    replicas: on how many nodes each shard is, its leader among them."""
 
     cluster_id: str
     shards: Positive
     fanout: UInt
     cut_blocks: UInt
+    replicas: Positive = 1
 
 
 class Incarnation(Record, frozen=True, kw_only=True):
@@ -79,24 +83,32 @@ class MemberRecord(Record, frozen=True, kw_only=True):
         return MemberInfo(self.node_id, self.name, self.address, self.epoch, self.weight)
 
 
-class Replica(msgspec.Struct, frozen=True, array_like=True):
-    """One life of a node, as a holder of a shard: `["n1", 3]`."""
-
-    name: str
-    incarnation: Positive
-
-
-class ShardConfig(Record, frozen=True, kw_only=True):
-    """Who holds a shard. epoch: grows with each new leader. insync: those that hold every acknowledged record, the
-    leader among them."""
+class ShardRecord(Record, frozen=True, kw_only=True):
+    """Who holds a shard, as `replication.ShardConfig` says it; a member is `["n1", 3]`: name and incarnation."""
 
     epoch: Positive
-    leader: Replica
-    insync: tuple[Replica, ...]
+    leader: Member
+    insync: tuple[Member, ...]
 
     def __post_init__(self) -> None:
         if self.leader not in self.insync:
             raise ValueError(f"the leader {self.leader.name} is not in its in-sync set")
+
+    @classmethod
+    def of(cls, config: ShardConfig) -> Self:
+        """The record of a configuration."""
+        return cls(epoch=config.epoch, leader=config.leader, insync=tuple(sorted(config.insync)))
+
+    @property
+    def config(self) -> ShardConfig:
+        """The configuration of a record."""
+        return ShardConfig(self.epoch, self.leader, frozenset(self.insync))
+
+
+class Draining(Record, frozen=True, kw_only=True):
+    """That a node of this name is to hold nothing: no shard belongs there, and what it holds moves away."""
+
+    by: str
 
 
 class _Header(msgspec.Struct):

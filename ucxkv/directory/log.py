@@ -45,6 +45,7 @@ from ucxkv.directory.slots import KEY_BYTES, Buffer, Records, as_memory
 
 __all__ = [
     "COMMIT_DTYPE",
+    "NOTHING",
     "RECORD_ROWS_MAX",
     "CommitRow",
     "LogError",
@@ -53,6 +54,7 @@ __all__ = [
     "epoch_record",
     "leaves",
     "packed",
+    "read_record",
 ]
 
 FORMAT = 1
@@ -85,6 +87,9 @@ _HEADER = struct.Struct("<BBHI")
 _ROW = struct.Struct("<16s16sQQQIIIIHBBI")
 assert _ROW.size == COMMIT_DTYPE.itemsize
 _COMMIT, _LEAVE, _EPOCH = 1, 2, 3
+NOTHING = _HEADER.pack(_LEAVE, FORMAT, 0, 0)
+"""A record that says nothing."""
+
 _ROW_BYTES = {_COMMIT: COMMIT_DTYPE.itemsize, _LEAVE: KEY_BYTES, _EPOCH: 8}
 
 
@@ -121,6 +126,25 @@ def epoch_record(epoch: int) -> bytes:
     return _HEADER.pack(_EPOCH, FORMAT, 0, 1) + epoch.to_bytes(8, "little")
 
 
+def read_record(record: Buffer) -> Records | bytes | int:
+    """What a record says: COMMIT_DTYPE[n] of a Commit, the keys of a Leave, the newest epoch of an Epoch.
+
+    The rows are the caller's own. Raises LogError.
+    """
+    raw = as_memory(record)
+    if len(raw) < _HEADER.size:
+        raise LogError(f"a record of {len(raw)} bytes")
+    kind, version, zero, count = _HEADER.unpack_from(raw)
+    body = raw[_HEADER.size :]
+    if version != FORMAT or zero or kind not in _ROW_BYTES or len(body) != count * _ROW_BYTES[kind]:
+        raise LogError(f"a record of kind {kind}, format {version}, {count} rows in {len(body)} bytes")
+    if kind == _COMMIT:
+        return np.frombuffer(body, COMMIT_DTYPE).copy()
+    if kind == _LEAVE:
+        return bytes(body)
+    return int.from_bytes(body[-8:], "little") if count else 0
+
+
 class Replay:
     """The state after the records fed so far. epoch: the newest named, 0 for none."""
 
@@ -135,21 +159,14 @@ class Replay:
 
     def feed(self, record: Buffer) -> None:
         """The next record. Raises LogError, and then nothing has changed."""
-        raw = as_memory(record)
-        if len(raw) < _HEADER.size:
-            raise LogError(f"a record of {len(raw)} bytes")
-        kind, version, zero, count = _HEADER.unpack_from(raw)
-        body = raw[_HEADER.size :]
-        if version != FORMAT or zero or kind not in _ROW_BYTES or len(body) != count * _ROW_BYTES[kind]:
-            raise LogError(f"a record of kind {kind}, format {version}, {count} rows in {len(body)} bytes")
-        if kind == _COMMIT:
-            self._commit(np.frombuffer(body, COMMIT_DTYPE).copy())
-        elif kind == _LEAVE:
-            keys = bytes(body)
-            for at in range(0, len(keys), KEY_BYTES):
-                self._at.pop(keys[at : at + KEY_BYTES], None)
-        elif count:
-            self.epoch = max(self.epoch, int.from_bytes(body[-8:], "little"))
+        said = read_record(record)
+        if isinstance(said, bytes):
+            for at in range(0, len(said), KEY_BYTES):
+                self._at.pop(said[at : at + KEY_BYTES], None)
+        elif isinstance(said, int):
+            self.epoch = max(self.epoch, said)
+        else:
+            self._commit(said)
 
     def _commit(self, rows: Records) -> None:
         at, number, keys = self._at, self._count, rows["key"].tobytes()

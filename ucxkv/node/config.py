@@ -54,6 +54,14 @@ class NodeConfig:
     """The registration's lease. A node that the control plane has lost sight of serves this long and no longer; a
     node that died is missed by then. Shorter finds the dead sooner and survives shorter outages of the control plane.
     """
+    cluster_shards: int = 64
+    """Shards of the directory of the cluster, a power of two up to 256; used by the node that makes the cluster, then
+    fixed for its life.
+    """
+    replicas: int = 1
+    """On how many nodes each shard, with its durable blocks, is (1 to 3); used by the node that makes the cluster, then
+    fixed for its life. Fewer while there are fewer nodes.
+    """
     advertise: str = ""
     """Address that others are told, when `listen` is not what they can reach (0.0.0.0, NAT)."""
     token: str = ""

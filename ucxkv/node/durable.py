@@ -15,23 +15,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
 
 from ucxkv import errors
-from ucxkv.directory import PutStatus, events
+from ucxkv.directory import events
 from ucxkv.directory.log import COMMIT_DTYPE, commits, epoch_record, leaves
-from ucxkv.node.space import u64s
+from ucxkv.node.staging import Staging, Waiting
 from ucxkv.protocol import messages as m
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ucxkv.directory.slots import Records
     from ucxkv.journal import Journal
     from ucxkv.node.recovering import Recovery
     from ucxkv.node.session import Session
@@ -60,25 +57,14 @@ _RECORDS_AT_ONCE = 256
 log = structlog.get_logger("ucxkv.node")
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """A staged batch. lsn: committed with it. offsets: of the blocks that it will store."""
-
-    batch: int
-    lsn: int
-    done: asyncio.Future[bytes]
-    offsets: list[int] = field(default_factory=list)
-    status: bytes = b""
-
-
-class DurableLog:
-    """The durable half of a node's store. `start` once, `aclose` at the end."""
+class DurableLog(Staging):
+    """The durable half of the store of a node without a cluster. `start` once, `aclose` at the end."""
 
     def __init__(self, store: HostStore, journal: Journal) -> None:
-        self._store = store
+        super().__init__(store)
         self._journal = journal
-        self._loop = asyncio.get_running_loop()
-        self._waiting: deque[_Waiting] = deque()
+        self._lsns: deque[tuple[int, int]] = deque()
+        """Of the staged batches, in order: committed with this lsn."""
         self._has_work = asyncio.Event()
         self._settled_lsn = 0
         self._snapshot_at = 0
@@ -108,86 +94,39 @@ class DurableLog:
 
     # ---- what sessions ask
 
-    def waits(self, session: Session, request: m.Put | m.PutPart) -> bool:
-        """Whether a put has to wait, for what is staged or for what its session put before it."""
-        return session.puts_waiting is not None or bool(self._batch_before(request))
-
-    def waits_delete(self, request: m.Delete) -> bool:
-        """The same for a delete."""
-        return bool(self._batch_before(request))
-
-    def _batch_before(self, request: m.Put | m.PutPart | m.Delete) -> int:
-        durable = self._store.directory.durable
-        if isinstance(request, m.Delete):
-            return durable.waits_delete(request.keys)
-        is_durable = isinstance(request, m.Put) and request.durable
-        return durable.waits(request.keys, request.parents, is_durable=is_durable)
-
-    async def until_free(self, request: m.Put | m.PutPart | m.Delete) -> None:
-        """Wait until nothing is staged that this would have to wait for."""
-        while batch := self._batch_before(request):
-            waiting = next((one for one in self._waiting if one.batch == batch), None)
-            if waiting is None:
-                return
-            with contextlib.suppress(errors.JournalFailed):  # that was another's
-                await asyncio.shield(waiting.done)
-
     def put(self, session: Session, request: m.Put, now_ns: int) -> asyncio.Future[bytes]:
-        """Stage a durable put, now; the future brings its PutStatus bytes.
-
-        Raises JournalFailed, StaleError, Overloaded; its extents are used up all the same.
-        """
-        store, offsets = self._store, u64s(request.offsets)
-        store.space.take(session.id, request.regions, offsets, request.lengths)
+        """See Staging."""
+        offsets = self.take(session, request)
         if self.failed is not None:
-            store.slabs.free(offsets)
+            self._store.slabs.free(offsets)
             raise self._failure()
-        columns = (request.keys, request.parents, request.regions, request.offsets, request.lengths, request.sums)
-        reply = store.handle(events.StagePut(*columns), now_ns)
-        status = reply.status.tobytes()
-        store.counts["puts"] += len(status)
-        store.slabs.free([offset for offset, st in zip(offsets, status, strict=True) if st])
-        mine = [offset for offset, st in zip(offsets, status, strict=True) if not st]
-        if not reply.batch:
-            done = self._loop.create_future()
-            done.set_result(status)
-            return done
-        return self._log(reply.batch, commits(self._placed(reply.rows)), mine, status)
+        staged = self.stage(request, offsets, 0, now_ns)
+        if isinstance(staged, bytes):
+            return self.known(staged)
+        return self._log(staged, commits(staged.rows))
 
     def delete(self, request: m.Delete, now_ns: int) -> asyncio.Future[bytes]:
-        """Stage or carry out a delete, now; the future brings its DeleteStatus bytes. Raises JournalFailed when durable
-        blocks are among them and cannot be logged as gone; then nothing is deleted.
-        """
+        """See Staging."""
         reply = self._store.handle(events.Delete(request.keys), now_ns)
         status = reply.status.tobytes()
         if not reply.batch:
-            done = self._loop.create_future()
-            done.set_result(status)
-            return done
+            return self.known(status)
         if self.failed is not None:
             self._store.handle(events.Abandon(reply.batch), now_ns)
             raise self._failure()
-        return self._log(reply.batch, leaves(reply.left), [], status)
+        return self._log(self.wait_for(reply.batch, [], status), leaves(reply.left))
 
-    def _placed(self, rows: Records) -> Records:
-        """Fill in where the values lie."""
-        places = self._store.slabs.places(rows["offset"])
-        for name in ("slot_lines", "base_unit", "units"):
-            rows[name] = places[name]
-        return rows
-
-    def _log(self, batch: int, records: Iterator[bytes], offsets: list[int], status: bytes) -> asyncio.Future[bytes]:
+    def _log(self, staged: Waiting, records: Iterator[bytes]) -> asyncio.Future[bytes]:
         named = list(records)
         try:
             lsn = self._journal.append(self._store.epoch, named) if named else self._journal.last_lsn
         except errors.UcxKvError:
-            self._store.handle(events.Abandon(batch), time.monotonic_ns())
-            self._store.slabs.free(offsets)
+            self.abandon(staged)
+            self._store.slabs.free(staged.offsets)
             raise
-        waiting = _Waiting(batch, lsn, self._loop.create_future(), offsets, status)
-        self._waiting.append(waiting)
+        self._lsns.append((lsn, staged.batch))
         self._has_work.set()
-        return waiting.done
+        return staged.done
 
     def _left(self, keys: bytes) -> None:
         """Durable blocks were found damaged and are hidden already."""
@@ -201,51 +140,36 @@ class DurableLog:
     # ---- settling
 
     async def _settle_all(self) -> None:
-        waiting = self._waiting
+        lsns = self._lsns
         while self.failed is None:
-            if not waiting:
+            if not lsns:
                 self._has_work.clear()
                 await self._has_work.wait()
                 continue
             try:
-                await self._journal.committed(waiting[0].lsn)
+                await self._journal.committed(lsns[0][0])
             except errors.JournalFailed:
                 return  # _fail is told, too
             durable_lsn = self._journal.durable_lsn
-            while waiting and waiting[0].lsn <= durable_lsn and self.failed is None:
-                self._settle(waiting.popleft())
+            while lsns and lsns[0][0] <= durable_lsn and self.failed is None:
+                self._settled_lsn, batch = lsns.popleft()
+                self._settled(batch)
             self._consider_snapshot()
 
-    def _settle(self, one: _Waiting) -> None:
-        store = self._store
-        reply = store.handle(events.Settle(one.batch), time.monotonic_ns())
-        self._settled_lsn = one.lsn
-        status = one.status
-        if len(reply.status):
-            status = reply.status.tobytes()
-            stored = [offset for offset, st in zip(one.offsets, self._of_stored(one.status, status), strict=True) if st]
-            store.slabs.free(stored)
+    def _settled(self, batch: int) -> None:
+        reply = self.settle(batch)
         if reply.left:
             self._left(reply.left)
-        if not one.done.done():
-            one.done.set_result(status)
-
-    @staticmethod
-    def _of_stored(before: bytes, after: bytes) -> bytes:
-        """The final statuses of the blocks that were to be stored."""
-        return bytes(now for was, now in zip(before, after, strict=True) if was == PutStatus.STORED)
 
     def _fail(self, why: errors.JournalFailed) -> None:
         """The journal has failed: nothing of what is staged is acknowledged."""
         self.failed = why
-        log.error("durable.failed", node=self._store.epoch, why=str(why), staged=len(self._waiting))
-        while self._waiting:
-            one = self._waiting.pop()
-            self._store.handle(events.Abandon(one.batch), time.monotonic_ns())
+        log.error("durable.failed", node=self._store.epoch, why=str(why), staged=len(self._lsns))
+        self._lsns.clear()
+        for one in self.newest_first():
+            self.abandon(one)
             self._store.slabs.free(one.offsets)
-            if not one.done.done():
-                one.done.set_exception(self._failure())
-                one.done.exception()  # whoever asked may be gone
+            one.refuse(self._failure())
         self._has_work.set()
 
     def _failure(self) -> errors.JournalFailed:
@@ -270,7 +194,7 @@ class DurableLog:
     async def _snapshot(self) -> None:
         """The state after the batch that was settled last: what is visible and durable now."""
         grown, lsn = self._journal.stats.records_bytes, self._settled_lsn
-        rows = self._placed(self._store.directory.durable_rows())
+        rows = self.placed(self._store.directory.durable_rows())
         try:
             await self._journal.snapshot(self._store.epoch, lsn, commits(rows))
             self._snapshot_at = grown
@@ -299,9 +223,9 @@ class DurableLog:
 
     async def aclose(self) -> None:
         """Settle what was appended, then close the journal. Idempotent."""
-        if self._waiting and self.failed is None:
+        if self._lsns and self.failed is None:
             with contextlib.suppress(errors.JournalFailed, TimeoutError):
-                await asyncio.wait_for(self._journal.committed(self._waiting[-1].lsn), 5.0)
+                await asyncio.wait_for(self._journal.committed(self._lsns[-1][0]), 5.0)
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

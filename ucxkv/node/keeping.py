@@ -13,11 +13,14 @@ import structlog
 from ucxkv.journal import Durability, Journal, Recovered
 from ucxkv.node.durable import NO_NUMBERS, DurableLog
 from ucxkv.node.recovering import recover
+from ucxkv.node.shards.recovery import recover_shards
 from ucxkv.node.state import NodeState
 
 if TYPE_CHECKING:
     from ucxkv.node.config import NodeConfig
     from ucxkv.node.placing import Placing
+    from ucxkv.node.shards.recovery import ShardRecovery
+    from ucxkv.node.staging import Staging
     from ucxkv.node.state import NodeMemory
     from ucxkv.node.store import HostStore
 
@@ -83,6 +86,21 @@ class Keeping:
         )
         return durable
 
+    async def recover_shards(self, store: HostStore) -> ShardRecovery:
+        """The same on a node of a cluster, whose journal has the logs of many shards; it is theirs from then on."""
+        assert self._journal is not None and self._recovered is not None and self.memory is not None
+        found = await asyncio.to_thread(recover_shards, store, self._state, self.memory, self._journal, self._recovered)
+        say = log.error if found.lacking else log.info
+        say(
+            "durable.recovered",
+            state_dir=self._config.state_dir,
+            blocks=found.blocks,
+            lacking=sum(found.lacking.values()),
+            why=self.memory.why_empty if found.lacking else "",
+            held_bytes=found.held_bytes,
+        )
+        return found
+
     async def aclose(self) -> None:
         """Commit and settle what is on its way, close the journal. Idempotent."""
         if self.log is not None:
@@ -95,15 +113,17 @@ class Keeping:
         self._state.close()
 
 
-def facts(config: NodeConfig, durable: DurableLog | None) -> dict[str, str]:
+def facts(config: NodeConfig, durable: Staging | None) -> dict[str, str]:
     """What durable blocks survive on a node, in words."""
     if durable is None:
         return {"durability": "memory: durable puts are refused"}
     if durable.failed is not None:
         return {"durability": f"journal failed, durable puts are refused until a restart: {durable.failed}"}
+    if config.durability == "memory":
+        return {"durability": "memory of the shard's nodes: durable puts survive all of them but one"}
     return {"durability": f"{config.durability}, state in {config.state_dir}"}
 
 
-def numbers(durable: DurableLog | None) -> dict[str, float]:
+def numbers(durable: Staging | None) -> dict[str, float]:
     """The journal's numbers of a node; zeros without one."""
-    return NO_NUMBERS if durable is None else durable.numbers()
+    return NO_NUMBERS if durable is None else {**NO_NUMBERS, **durable.numbers()}

@@ -24,9 +24,10 @@ from ucxkv.control.cluster import Cluster
 
 if TYPE_CHECKING:
     from ucxkv.control import ControlPlane, Lease
-    from ucxkv.control.cluster import Registration
+    from ucxkv.control.cluster import ClusterView, Registration
     from ucxkv.control.records import MemberRecord
     from ucxkv.protocol import messages as m
+    from ucxkv.sharding import ShardRule
 
 __all__ = ["NO_CLUSTER", "Membership", "MembershipListener"]
 
@@ -52,32 +53,38 @@ class MembershipListener(Protocol):
         """The node is registered; its lease is told next. others_between: since this process was registered before,
         another one may have had the name."""
 
-    def on_members(self, members: list[MemberRecord]) -> None:
-        """Who is registered; the same may be told again."""
+    def on_view(self, view: ClusterView) -> None:
+        """The cluster's records as they are now; the same may be told again."""
 
 
 class Membership:
     """One node's registration. url: the control plane's; info: the node as the others are to know it."""
 
-    def __init__(self, url: str, info: m.MemberInfo, lease_s: float, listener: MembershipListener) -> None:
+    def __init__(
+        self, url: str, info: m.MemberInfo, lease_s: float, listener: MembershipListener,
+        *, rule: ShardRule | None = None, replicas: int = 1,
+    ) -> None:  # fmt: skip
+        """rule, replicas: of the cluster that is made when there is none yet."""
         self._url = url
+        self._rule = rule
+        self._replicas = replicas
         self._info = info
         self._lease_s = lease_s
         self._listener = listener
         self._plane: ControlPlane | None = None
         self._registration: Registration | None = None
-        self._members: list[MemberRecord] = []
-        self._told = asyncio.Event()
+        self._view: ClusterView | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._losses = 0
         self._trouble = ""
+        self._resigned = ""
         self._is_open = True
 
     async def start(self) -> None:
         """Register. Raises SetupError (URL, name taken, newer records), Unavailable; then nothing is left behind."""
         try:
             self._plane = await open_control(self._url)
-            self._cluster = await Cluster.open(self._plane)
+            self.cluster = await Cluster.open(self._plane, rule=self._rule, replicas=self._replicas)
             await self._register(None)
         except BaseException:
             await self.aclose()
@@ -99,13 +106,22 @@ class Membership:
         if self._plane is not None:
             await self._plane.aclose()
 
+    async def resign(self, why: str) -> None:
+        """Give the lease up, and take no other one: others take over what this node led. Idempotent."""
+        if not self._resigned:
+            self._resigned = self._trouble = why
+            if self._registration is not None:
+                with contextlib.suppress(errors.UcxKvError, TimeoutError):
+                    async with asyncio.timeout(_STOP_S):
+                        await self._registration.lease.revoke()
+
     def numbers(self) -> dict[str, float]:
         """For the node's report."""
         return {
             "incarnation": self.incarnation,
             "cluster_lease_s": round(self.lease_left_s, 3),
             "cluster_lease_losses": self._losses,
-            "cluster_members": len(self._members),
+            "cluster_members": len(self._view.members) if self._view is not None else 0,
         }
 
     @property
@@ -132,7 +148,9 @@ class Membership:
 
     async def _register(self, wait_s: float | None) -> None:
         before = self.incarnation
-        registration = await self._cluster.register(self._info, self._lease_s, wait_s=wait_s)
+        if self._resigned:
+            return
+        registration = await self.cluster.register(self._info, self._lease_s, wait_s=wait_s)
         self._registration, self._trouble = registration, ""
         record = registration.record
         log.info("membership.up", name=record.name, incarnation=record.incarnation, cluster=self._url)
@@ -147,6 +165,8 @@ class Membership:
         """Wait for the lease's end, and register anew, for ever."""
         while self._registration is not None:
             why = await self._registration.lease.lost
+            if self._resigned:
+                return
             self._losses += 1
             log.error("membership.lost", incarnation=self.incarnation, why=why)
             attempt = 0
@@ -166,18 +186,16 @@ class Membership:
     async def _follow(self) -> None:
         while True:
             try:
-                async with aclosing(self._cluster.follow_members()) as pictures:
-                    async for members in pictures:
-                        self._members = members
-                        self._told.set()
+                async with aclosing(self.cluster.follow()) as views:
+                    async for view in views:
+                        self._view = view
+                        self._listener.on_view(view)
             except errors.UcxKvError as exc:
-                log.error("membership.members", why=str(exc))
+                log.error("membership.view", why=str(exc))
             await asyncio.sleep(_TELL_AGAIN_S)
 
     async def _tell(self) -> None:
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_TELL_AGAIN_S):
-                    await self._told.wait()
-            self._told.clear()
-            self._listener.on_members(self._members)
+            await asyncio.sleep(_TELL_AGAIN_S)
+            if self._view is not None:
+                self._listener.on_view(self._view)

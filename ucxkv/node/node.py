@@ -22,15 +22,15 @@ import structlog
 from ucxkv import errors
 from ucxkv.dial import failure_of, host_identity, mapped_error
 from ucxkv.directory import FOREVER
+from ucxkv.node.clustering import NO_NUMBERS, Clustering
 from ucxkv.node.config import NodeConfig
 from ucxkv.node.greeting import Greeter
 from ucxkv.node.keeping import Keeping
 from ucxkv.node.keeping import facts as keeping_facts
 from ucxkv.node.keeping import numbers as keeping_numbers
-from ucxkv.node.membership import NO_CLUSTER, Membership
 from ucxkv.node.metrics import MetricsServer
 from ucxkv.node.mirror import Mirrors
-from ucxkv.node.peers import PeerLinks, check_member
+from ucxkv.node.peers import PeerLinks
 from ucxkv.node.placing import Placing
 from ucxkv.node.requests import Requests
 from ucxkv.node.service import Service
@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
     from types import TracebackType
 
-    from ucxkv.control.records import MemberRecord
-    from ucxkv.node.durable import DurableLog
+    from ucxkv.node.staging import Staging
     from ucxkv.transport.control import ControlConnection
     from ucxkv.transport.control import Message as ControlMessage
 
@@ -78,13 +77,13 @@ class Node:
         self._tick_ns = 0
         self.tasks: set[asyncio.Task[None]] = set()
         self._started_ns = 0
-        self._is_open = False
+        self.is_open = False
         self._has_store = False
-        self._lease_end_ns = 0 if self.config.cluster else FOREVER
-        self.membership: Membership | None = None
+        self.lease_end_ns = 0 if self.config.cluster else FOREVER
+        self.cluster: Clustering | None = None
         self._stopped = asyncio.Event()
-        self.durable: DurableLog | None = None
-        """The durable half of the store; None with durability = memory."""
+        self.durable: Staging | None = None
+        """The durable half of the store; None where nothing durable is kept."""
         self._keeping: Keeping | None = None
         self._local_name = f"ucxkv-{self.node_id:016x}"
 
@@ -122,9 +121,13 @@ class Node:
             if memory is not None:
                 memory.close()
             raise
-        self.durable = None if keeping is None else await keeping.recover(self.store)
+        recovery = None
+        if keeping is not None and config.cluster:
+            recovery = await keeping.recover_shards(self.store)
+        elif keeping is not None:
+            self.durable = await keeping.recover(self.store)
         self._has_store = True
-        self.store.serving.until(self._lease_end_ns)
+        self.store.serving.until(self.lease_end_ns)
         self.service = Service(config, self.store, self.placing)
         self._greeter = Greeter(config.token, self._welcome)
         self._requests = Requests(self, self._loop)
@@ -145,7 +148,7 @@ class Node:
         self.address = config.advertise or str(bound)
         if isinstance(bound, TcpAddress):
             await self.service.listen(bound.host, time.monotonic_ns() + 10_000_000_000)
-        self._is_open = True
+        self.is_open = True
         if config.metrics_listen:
             self._metrics = MetricsServer(config.metrics_listen, self._numbers, config.name)
             log.info("metrics.start", address=self._metrics.address)
@@ -156,8 +159,10 @@ class Node:
         if config.join:
             await self.peers.join(config.join)
         if config.cluster:
-            self.membership = Membership(config.cluster, own, config.cluster_lease_ms / 1e3, self)
-            await self.membership.start()
+            self.cluster = Clustering(self, own, recovery)
+            await self.cluster.start()
+            if self.cluster.shards is not None and self.cluster.keeps_durable:
+                self.durable = self.cluster.shards.writes
         log.info(
             "node.start",
             name=config.name,
@@ -179,10 +184,10 @@ class Node:
 
     async def aclose(self) -> None:
         """Stop serving and give everything back. Idempotent."""
-        was_open, self._is_open = self._is_open, False
+        was_open, self.is_open = self.is_open, False
         self.lease_until(0)
-        if self.membership is not None:
-            await self.membership.aclose()
+        if self.cluster is not None:
+            await self.cluster.leave()
         self._has_store = False
         self._stopped.set()
         if self._tick is not None:
@@ -193,6 +198,8 @@ class Node:
         for task in list(self.tasks):
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+        if self.cluster is not None:
+            await self.cluster.aclose()
         if self._keeping is not None:
             await self._keeping.aclose()
         if hasattr(self, "store"):
@@ -234,7 +241,7 @@ class Node:
         For the code that holds this node's lease: counted from before it asked. A fence, not a timer; see
         `ucxkv.node.serving`. May be called before `start`.
         """
-        self._lease_end_ns = end_ns
+        self.lease_end_ns = end_ns
         if self._has_store:
             self.store.serving.until(end_ns)
 
@@ -243,7 +250,7 @@ class Node:
         `start`: the epoch to start with.
         """
         self.epoch = epoch
-        self._lease_end_ns = 0
+        self.lease_end_ns = 0
         if self._has_store:
             self.store.epoch = epoch
             self.store.serving.begin_epoch(epoch)
@@ -261,7 +268,7 @@ class Node:
 
     def _let_time_pass(self) -> None:
         self._tick = None
-        if self._is_open:
+        if self.is_open:
             self.tell_surrendered(self.store.tick(time.monotonic_ns()))
             self._wake_at(self.store.next_ns())
 
@@ -310,7 +317,7 @@ class Node:
         """What a session that ended was granted is free, or waits for the end of its process."""
         quarantined = self.store.close_session(session.id, may_still_write=may_write, now_ns=time.monotonic_ns())
         log.debug("session.end", name=session.name, pid=session.pid, quarantined_bytes=quarantined)
-        if quarantined and session.pidfd >= 0 and self._is_open:
+        if quarantined and session.pidfd >= 0 and self.is_open:
             self._gone[session.id] = session
             self._loop.add_reader(session.pidfd, self._release, session)
         else:
@@ -326,6 +333,7 @@ class Node:
     def _welcome(self, session: Session) -> m.Welcome:
         self.sessions[session.id] = session
         session.connection.max_frame_bytes = 64 << 20
+        shards = self.cluster.shards if self.cluster is not None else None
         return m.Welcome(
             wire_version=WIRE_VERSION,
             version=VERSION,
@@ -345,8 +353,15 @@ class Node:
             data_why_off=self.service.why_off,
             data_port=self.service.port,
             place=place_of(self.placing.placement.numa, self.service.rails),
-            durability=self.config.durability,
+            durability="replicas" if self.durable is not None and self._keeping is None else self.config.durability,
+            shards=0 if shards is None else len(shards.shards),
+            led=b"" if shards is None else shards.led,
+            leaders=self._leaders(),
         )
+
+    def _leaders(self) -> list[str]:
+        shards = self.cluster.shards if self.cluster is not None else None
+        return [] if shards is None else shards.leaders
 
     # ---- messages
 
@@ -391,37 +406,19 @@ class Node:
 
     def members_changed(self) -> None:
         """See PeerListener: clients are told."""
-        message = m.Members(members=self.peers.members())
+        message = m.Members(members=self.peers.members(), leaders=self._leaders())
         payload = encode(message)
         for session in list(self.sessions.values()):
             if session.is_open and session.role == "client":
                 with contextlib.suppress(TransportError):
                     session.connection.send(message.CODE, payload)
 
-    # ---- the cluster's control plane
+    # ---- the cluster
 
-    def on_lease(self, until_ns: int) -> None:
-        """See MembershipListener: the node serves as long as its registration holds."""
-        if self._is_open:
-            self.lease_until(until_ns)
-
-    def on_incarnation(self, record: MemberRecord, others_between: bool) -> None:
-        """See MembershipListener: what another process may have answered under this name was of an epoch before."""
-        if others_between:
-            self.begin_epoch(self.epoch + 1)
-
-    def on_members(self, members: list[MemberRecord]) -> None:
-        """See MembershipListener: links to all the others."""
-        for record in members:
-            if record.name != self.config.name:
-                self.spawn(self._link(record.info))
-
-    async def _link(self, member: m.MemberInfo) -> None:
-        try:
-            check_member(member)
-            await self.peers.add(member, has_name=True)
-        except errors.UcxKvError as exc:
-            log.warning("peer.refused", node=member.name, why=str(exc))
+    def resign(self, why: str) -> None:
+        """This node can't hold what it holds of the cluster any more: let others take over."""
+        if self.cluster is not None:
+            self.spawn(self.cluster.membership.resign(why))
 
     # ---- the report
 
@@ -436,7 +433,7 @@ class Node:
             "connections_refused": server.refused_count if server else 0,
             "nodes": len(self.peers.members()),
             "vanished_writers": len(self._gone),
-            **(self.membership.numbers() if self.membership is not None else NO_CLUSTER),
+            **(self.cluster.numbers() if self.cluster is not None else NO_NUMBERS),
             **{f"connections_{kind}": paths[kind] for kind in PATH_KINDS},
         }
 
@@ -461,6 +458,6 @@ class Node:
                 **keeping_facts(self.config, self.durable),
                 **self.service.facts(),
                 **self.placing.facts(),
-                **(self.membership.facts() if self.membership is not None else {}),
+                **(self.cluster.facts() if self.cluster is not None else {}),
             },
         )

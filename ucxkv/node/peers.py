@@ -207,6 +207,13 @@ class PeerLinks:
             return False  # it ended just now; the link's task forgets the node
         return True
 
+    def tell_name(self, name: str, message: Message) -> bool:
+        """The same to the linked node of this name."""
+        for node_id, link in self._links.items():
+            if link.member.name == name:
+                return self.tell(node_id, message)
+        return False
+
     async def aclose(self) -> None:
         """Close every link. Idempotent."""
         self._is_open = False

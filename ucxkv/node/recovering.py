@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ucxkv.node.state import NodeMemory, NodeState
     from ucxkv.node.store import HostStore
 
-__all__ = ["Recovery", "recover"]
+__all__ = ["Recovery", "proven", "recover"]
 
 _THREADS_MAX = 8
 _REFUSED = int(PutStatus.REFUSED)
@@ -74,7 +74,7 @@ def recover(store: HostStore, state: NodeState, memory: NodeMemory, journal: Rec
             fix="set slots_count back to what it was, or 0",
         )
     read, read_cpu_s = time.monotonic(), time.thread_time()
-    status = np.full(len(rows), _REFUSED, np.uint8) if memory.why_empty else _proven(store, rows)
+    status = np.full(len(rows), _REFUSED, np.uint8) if memory.why_empty else proven(store, rows)
     proved, cpu_s = time.monotonic(), cpu_s + time.thread_time() - read_cpu_s
     out = store.handle(events.Restore(rows, status), time.monotonic_ns()).status
     if bool((out == PutStatus.NO_SPACE).any()):
@@ -129,7 +129,7 @@ def _replayed(state: NodeState, journal: Recovered) -> tuple[Records, int]:
     return replay.rows(), log_bytes
 
 
-def _proven(store: HostStore, rows: Records) -> npt.NDArray[np.uint8]:
+def proven(store: HostStore, rows: Records) -> npt.NDArray[np.uint8]:
     """0 for each block whose bytes are what was put; by several threads, without the GIL."""
     size, base = np.uint64(store.segment.size_bytes), np.uint64(store.segment.address)
     lengths = rows["length"].astype(np.uint64)

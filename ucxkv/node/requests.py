@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from ucxkv.node.node import Node
+    from ucxkv.node.shards import Shards
+    from ucxkv.node.staging import Staging
     from ucxkv.transport.control import Message as ControlMessage
 
 __all__ = ["Requests"]
@@ -47,7 +49,14 @@ class Requests:
         self._store = node.store
         self._serving = node.store.serving
         self._service = node.service
-        self._durable = node.durable
+
+    @property
+    def _durable(self) -> Staging | None:
+        return self._node.durable
+
+    @property
+    def _shards(self) -> Shards | None:
+        return self._node.cluster.shards if self._node.cluster is not None else None
 
     def answer(self, session: Session, request: Message, message: ControlMessage) -> Message | None:
         """The answer to one message, or None when there is none or it comes later."""
@@ -58,10 +67,25 @@ class Requests:
             if isinstance(request, m.Put) or (isinstance(request, m.PutPart) and self._is_own(request)):
                 self._take_back(session, request.offsets)
             raise self._serving.refusal()
+        if isinstance(request, m.Put | m.PutPart | m.Delete) and self._shards is not None:
+            self._check_shards(session, request)
         answer = self._carry_out(session, request, message)
         if isinstance(answer, m.Leased) and not self._serving.is_running:
             self._store.release(session.id, answer.lease, time.monotonic_ns())
         return None if answer is None else self._acknowledged(answer)
+
+    def _check_shards(self, session: Session, request: m.Put | m.PutPart | m.Delete) -> None:
+        """Refuse (NotLeader) what was asked in another belief of what this node leads, or is another node's."""
+        assert self._shards is not None
+        try:
+            if request.epoch and request.epoch != self._node.epoch:
+                raise errors.NotLeader("this node leads other shards than when it was asked last; connect again")
+            if not isinstance(request, m.Delete):
+                self._shards.check(request.keys, request.parents)
+        except errors.NotLeader:
+            if isinstance(request, m.Put) or (isinstance(request, m.PutPart) and self._is_own(request)):
+                self._take_back(session, request.offsets)
+            raise
 
     def _acknowledged(self, answer: Message) -> Message:
         if not self._serving.is_running:
@@ -149,6 +173,14 @@ class Requests:
             case m.Surrender():
                 self._store.adoption.surrendered(session.name, request)
                 return None
+            case m.Replicate() if self._shards is not None:
+                self._shards.received(session.name, request)
+                return None
+            case m.Lacks() if self._shards is not None:
+                self._shards.lacks(session.name, request)
+                return None
+            case m.Replicate() | m.Lacks():
+                return None  # not for a node that has just begun
             case m.Reclaim():
                 member = next((p for p in self._node.peers.members() if p.name == session.name), None)
                 freed = (

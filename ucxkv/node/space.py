@@ -8,7 +8,7 @@ see `ucxkv.node.store` for the hands that an extent can be in.
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ucxkv import errors
 from ucxkv.node.arrived import Arrived
@@ -23,11 +23,19 @@ if TYPE_CHECKING:
     from ucxkv.node.config import NodeConfig
     from ucxkv.tiers.ledger import GrantLedger
 
-__all__ = ["OWN_SEGMENT", "Evictor", "Space", "u64", "u64s"]
+__all__ = ["OWN_SEGMENT", "Evictor", "Place", "Space", "u64", "u64s"]
 
 OWN_SEGMENT = 0
 _GRANT_KEYS_MAX = 65_536
 _ARRIVED_SHARE_MAX = 0.25
+
+
+class Place(NamedTuple):
+    """Where a value lies in this node's memory, and what proves it."""
+
+    offset: int
+    length: int
+    sum: int
 
 
 class Evictor(Protocol):

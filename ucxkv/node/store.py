@@ -28,14 +28,14 @@ from ucxkv.directory.invariants import held_extents
 from ucxkv.node.adoption import Adoption
 from ucxkv.node.regions import RegionTable
 from ucxkv.node.serving import ServingLease
-from ucxkv.node.space import OWN_SEGMENT, Space, u64, u64s
+from ucxkv.node.space import OWN_SEGMENT, Place, Space, u64, u64s
 from ucxkv.policy import LruPolicy
 from ucxkv.protocol import messages as m
 from ucxkv.tiers import copy as tier_copy
 from ucxkv.tiers.segments import HostSegment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from ucxkv.node.config import NodeConfig
     from ucxkv.node.state import NodeMemory
@@ -91,6 +91,8 @@ class HostStore:
         self._readonly_table_fd = self.table_segment.readonly_fd()
         self.value_bytes_max = self.space.value_bytes_max
         self.directory.reader.map_region(OWN_SEGMENT, self.segment.address, self.segment.size_bytes)
+        self.held_elsewhere: Callable[[], Iterable[int]] = tuple
+        """Offsets of own extents that are in other hands than those of this module: the shards'. For `check`."""
         self.counts = {
             "puts": 0,
             "evicted": 0,
@@ -369,6 +371,14 @@ class HostStore:
         """What kind of memory this is."""
         return {"pages": self.segment.page_kind, "table_pages": self.table_segment.page_kind, "policy": "lru"}
 
+    def place_of(self, key: bytes) -> Place | None:
+        """Where the value of a visible block lies, when it is in this node's memory."""
+        found = self.directory.reader.view(key)
+        begin = found.address - self.segment.address if found.address else -1
+        if not 0 <= begin < self.segment.size_bytes:
+            return None
+        return Place(begin, found.length, found.sum)
+
     def check(self) -> None:
         """Assert that every extent is in exactly one hand; slow, for tests."""
         self.slabs.check()
@@ -380,6 +390,7 @@ class HostStore:
         )
         lent = self.grants.lent_bytes + self.grants.quarantined_bytes
         held += self._held_over_bytes + self.adoption.bytes_count + self.space.arrived.bytes_count
+        held += sum(self.slabs.bytes_at(offset) for offset in self.held_elsewhere())
         assert self.slabs.used_bytes == held + lent
 
     def keep_books(self) -> None:

@@ -173,7 +173,8 @@ class Put(Message, frozen=True):
 
     The message uses its extents up, whatever becomes of each block: the sender writes them no more.
     refill_length: ask for new extents of this size, in the answer; 0 for none. refill_count: how many, 0 for as many as
-    were used. durable: answer when they survive what the node's durability says.
+    were used. durable: answer when they survive what the node's durability says. epoch: the node's, as its Welcome
+    said: under another one it leads other shards, and refuses (NotLeader); 0 where it has none.
     """
 
     CODE: ClassVar[int] = 12
@@ -186,6 +187,7 @@ class Put(Message, frozen=True):
     refill_length: UInt = 0
     refill_count: UInt = 0
     durable: bool = False
+    epoch: UInt = 0
 
 
 class PutPart(Message, frozen=True):
@@ -204,6 +206,7 @@ class PutPart(Message, frozen=True):
     owner: int  # node id that granted the extents
     owner_session: int  # the session they were granted to
     deadline_ms: UInt
+    epoch: UInt = 0  # as in Put
 
 
 class PutDone(Message, frozen=True):
@@ -268,10 +271,11 @@ class Done(Message, frozen=True):
 
 
 class Delete(Message, frozen=True):
-    """Remove blocks; one with visible children that are not in the same call stays (ORDER)."""
+    """Remove blocks; one with visible children that are not in the same call stays (ORDER). epoch: as in Put."""
 
     CODE: ClassVar[int] = 22
     keys: bytes
+    epoch: UInt = 0
 
 
 class Statuses(Message, frozen=True):
@@ -487,3 +491,23 @@ class Damaged(Message, frozen=True):
 
     CODE: ClassVar[int] = 38
     keys: bytes
+
+
+class Replicate(Message, frozen=True):
+    """Node to node, one way: one replica's word to another of `shard` (`ucxkv.replication.messages`), for that
+    incarnation of the receiver alone. gone: 24 bytes (key, sum u64) for each value that it names and the sender has no
+    longer; all others were given before.
+    """
+
+    CODE: ClassVar[int] = 52
+    shard: UInt
+    incarnation: UInt
+    payload: bytes
+    gone: bytes = b""
+
+
+class Lacks(Message, frozen=True):
+    """Node to node, one way: values that your last Replicate of `shard` names did not come; give them again."""
+
+    CODE: ClassVar[int] = 53
+    shard: UInt

@@ -117,6 +117,15 @@ class HandOver:
 
 
 @dataclass(frozen=True, slots=True)
+class Unfit:
+    """That member answers and can't take what the log names (its memory is full): it is to leave the in-sync set, and
+    may come back when it has caught up.
+    """
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
@@ -134,6 +143,7 @@ Event: TypeAlias = (
     | SnapshotReady
     | Wish
     | HandOver
+    | Unfit
     | Tick
 )
 

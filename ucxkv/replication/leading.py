@@ -86,6 +86,12 @@ class Leading:
         if feed is not None and feed.wants_snapshot:
             feed.snapshot(ready)
 
+    def unfit(self, member: Member) -> None:
+        """It can't keep up: out with it, where it is in sync."""
+        config = self._replica.config.value
+        if config is not None and member in config.insync:
+            self._replaced.add(member)
+
     # ---- after each event
 
     def settle(self, now_ns: int) -> None:
@@ -127,7 +133,7 @@ class Leading:
                 return ShardConfig(config.epoch + 1, heir, config.insync)
             self.is_leaving = False
         for member in sorted(others):
-            if self._is_lost(member, now_ns) or not self._is_wished(member):
+            if self._is_lost(member, now_ns) or (not self._is_wished(member) and self._has_all_wished(config)):
                 self._replaced.discard(member)
                 return replace(config, insync=config.insync - {member})
         if not self.is_ready:  # not before all that was acknowledged is known to be here
@@ -148,6 +154,11 @@ class Leading:
 
     def _is_wished(self, member: Member) -> bool:
         return not self._replica.wish or member.name in self._replica.wish
+
+    def _has_all_wished(self, config: ShardConfig) -> bool:
+        """Whether all live nodes that are to hold the shard are in sync: before that nobody makes room for them."""
+        names = {member.name for member in config.insync}
+        return all(m.name in names for m in self._replica.alive if m.name in self._replica.wish)
 
     def check(self) -> None:
         """Assert what must hold between two events."""

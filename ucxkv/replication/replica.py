@@ -110,6 +110,7 @@ class Replica:
             ev.SnapshotReady: self._snapshot_ready,
             ev.Wish: self._wish,
             ev.HandOver: self._hand_over,
+            ev.Unfit: self._unfit,
             ev.Tick: lambda event, now: None,
         }
 
@@ -211,6 +212,10 @@ class Replica:
     def _hand_over(self, event: ev.HandOver, now_ns: int) -> None:
         if self.leading is not None:
             self.leading.is_leaving = True
+
+    def _unfit(self, event: ev.Unfit, now_ns: int) -> None:
+        if self.leading is not None:
+            self.leading.unfit(event.member)
 
     # ---- after each event: what is due now
 

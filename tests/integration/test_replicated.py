@@ -1,0 +1,270 @@
+"""Shards of a cluster on real nodes: durable blocks on several of them, and what is left when some are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+import ucxkv
+from tests.harness import ROOT, NodeProcess, wait_until
+from ucxkv import PutStatus, errors
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
+LEASE_MS = 1500
+
+
+class Trio:
+    """Up to three nodes of one cluster on this machine, each with its folder."""
+
+    def __init__(self, folder: Path, replicas: int) -> None:
+        self.url = f"sqlite://{folder}/cluster.db"
+        self._folder = folder
+        self._replicas = replicas
+        self.nodes: dict[str, NodeProcess] = {}
+
+    def start(self, *names: str, durability: str = "process") -> None:
+        """Start nodes, again or for the first time."""
+        for name in names:
+            state = {"state_dir": str(self._folder / name)} if durability != "memory" else {}
+            self.nodes[name] = NodeProcess(
+                name, cluster=self.url, cluster_lease_ms=str(LEASE_MS), cluster_shards="4",
+                replicas=str(self._replicas), durability=durability, host_bytes="64MiB", **state,
+            )  # fmt: skip
+
+    def kill(self, *names: str) -> None:
+        """kill -9."""
+        for name in names:
+            self.nodes[name].kill()
+
+    def stop_all(self) -> None:
+        """End what is left."""
+        for node in self.nodes.values():
+            node.kill()
+
+    async def settled(self, followed: int, led: int = 4) -> None:
+        """Wait until all shards are led, and followed this often in all."""
+
+        async def is_so() -> bool:
+            with contextlib.suppress(errors.UcxKvError):
+                async with ucxkv.connect(self.url, timeout_s=2) as kv:
+                    reports = await kv.status()
+                    return (
+                        sum(report.numbers["shards_led"] for report in reports) == led
+                        and sum(report.numbers["shards_followed"] for report in reports) == followed
+                    )
+            return False
+
+        await wait_until(is_so, f"{led} shards led, {followed} followed", 60)
+
+
+@pytest.fixture
+def trio(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trio]:
+    """Nodes a, b and c, of which none is started; the parameter is the number of replicas."""
+    made = Trio(tmp_path, getattr(request, "param", 2))
+    try:
+        yield made
+    finally:
+        made.stop_all()
+
+
+class Writer:
+    """Durable chains, put one block after the other; what was acknowledged, and deleted, is remembered."""
+
+    def __init__(self, seed: int, chains: int = 12) -> None:
+        self._random = random.Random(seed)
+        self.chains: list[list[bytes]] = [[] for _ in range(chains)]
+        self.values: dict[bytes, bytes] = {}
+        self.gone: set[bytes] = set()
+
+    async def put(self, kv: ucxkv.Client, count: int) -> int:
+        """Put `count` blocks; how many were acknowledged."""
+        done = 0
+        for _ in range(count):
+            chain = self._random.choice(self.chains)
+            key, value = self._random.randbytes(16), self._random.randbytes(self._random.choice((10, 4000, 70_000)))
+            status = await kv.put(key, value, chain[-1] if chain else None, durable=True, deadline_s=20)
+            if status is PutStatus.STORED:
+                chain.append(key)
+                self.values[key] = value
+                done += 1
+            else:
+                assert status is PutStatus.UNAVAILABLE, status
+        return done
+
+    async def delete_tails(self, kv: ucxkv.Client, count: int) -> None:
+        """Delete the last blocks of some chains."""
+        for chain in self.chains:
+            if count and len(chain) > 1:
+                count -= 1
+                key = chain[-1]
+                (status,) = (await kv.delete([key], deadline_s=20)).tolist()
+                assert status in (ucxkv.DeleteStatus.DELETED, ucxkv.DeleteStatus.UNAVAILABLE), status
+                chain.pop()
+                del self.values[key]
+                if status == ucxkv.DeleteStatus.DELETED:
+                    self.gone.add(key)
+
+    async def check(self, kv: ucxkv.Client) -> None:
+        """All that was acknowledged is there, what was deleted is not, and no chain has a hole."""
+
+        async def is_whole() -> bool:
+            for chain in self.chains:
+                if chain:
+                    match = await kv.match(chain, deadline_s=5)
+                    if not match.is_certain:
+                        return False
+                    assert match.blocks == len(chain), f"{match.blocks} of {len(chain)} are visible"
+                    result = await kv.get_many(chain, root=chain[0], deadline_s=5)
+                    if (result.status == ucxkv.ReadStatus.UNAVAILABLE).any():
+                        return False
+                    assert result.values == [self.values[key] for key in chain]
+            return True
+
+        await wait_until(is_whole, "every shard answers", 30)
+        for key in self.gone:
+            assert await kv.get(key) is None, "a deleted block came back"
+
+
+@contextlib.asynccontextmanager
+async def connected(trio: Trio) -> AsyncIterator[ucxkv.Client]:
+    """A client of all its nodes."""
+    async with ucxkv.connect(trio.url, timeout_s=10) as kv:
+        yield kv
+
+
+async def test_a_durable_block_outlives_its_leader(trio: Trio) -> None:
+    """Goal: I8 with replicas: 0 acknowledged durable blocks lost. Method: two nodes; one is killed for good; what it
+    led is led by the other, whole, and puts go on."""
+    trio.start("a", "b")
+    await trio.settled(followed=4)
+    writer = Writer(1)
+    async with connected(trio) as kv:
+        assert await writer.put(kv, 60) == 60
+        await writer.delete_tails(kv, 4)
+        trio.kill("a")
+        assert await writer.put(kv, 30) >= 25
+        await writer.check(kv)
+    assert len(writer.gone) >= 3
+
+
+async def test_all_nodes_killed_at_once_come_back_with_all(trio: Trio) -> None:
+    """Goal: durability = process with nothing beside the nodes. Method: kill both amid puts, start both."""
+    trio.start("a", "b")
+    await trio.settled(followed=4)
+    writer = Writer(2)
+    async with connected(trio) as kv:
+        assert await writer.put(kv, 50) == 50
+        await writer.delete_tails(kv, 3)
+        trio.kill("a", "b")
+    trio.start("a", "b")
+    await trio.settled(followed=4)
+    async with connected(trio) as kv:
+        await writer.check(kv)
+        assert await writer.put(kv, 10) == 10
+        await writer.check(kv)
+
+
+async def test_one_after_the_other_is_killed_and_returns(trio: Trio) -> None:
+    """Goal: a member that was away catches up before it may lead. Method: a dies, puts, a returns, b dies and
+    so on."""
+    trio.start("a", "b")
+    await trio.settled(followed=4)
+    writer = Writer(3)
+    for victim in ("a", "b", "a", "b"):
+        async with connected(trio) as kv:
+            assert await writer.put(kv, 15) >= 14
+        trio.kill(victim)
+        async with connected(trio) as kv:
+            await writer.put(kv, 10)
+            await writer.delete_tails(kv, 2)
+            await writer.check(kv)
+        trio.start(victim)
+        await trio.settled(followed=4)
+    async with connected(trio) as kv:
+        await writer.check(kv)
+
+
+async def test_a_node_that_never_had_the_shard_takes_it_over_whole(trio: Trio) -> None:
+    """Goal: a new member gets log and values. Method: c joins two nodes, which are then killed for good one by one."""
+    trio.start("a", "b")
+    await trio.settled(followed=4)
+    writer = Writer(4)
+    async with connected(trio) as kv:
+        assert await writer.put(kv, 80) == 80
+    trio.start("c")
+    await asyncio.sleep(1)
+    for victim in ("a", "b"):
+        await trio.settled(followed=4)
+        trio.kill(victim)
+        async with connected(trio) as kv:
+            await writer.check(kv)
+            await asyncio.sleep(20 if victim == "a" else 0)  # it counts as away then, and its place is another's
+
+
+async def test_a_leader_that_sleeps_past_its_lease_wakes_deposed(trio: Trio) -> None:
+    """Goal: a frozen leader shows nothing stale when it wakes. Method: SIGSTOP past the lease; the other one takes
+    over, deletes and puts; the sleeper wakes, and clients that still know it see the new state alone."""
+    trio.start("a", "b")
+    await trio.settled(followed=4)
+    writer = Writer(5)
+    async with connected(trio) as kv, ucxkv.connect(trio.nodes["a"].address, timeout_s=10) as old:
+        assert await writer.put(kv, 40) == 40
+        await writer.check(old)
+        trio.nodes["a"].freeze()
+        await writer.put(kv, 15)
+        await writer.delete_tails(kv, 4)
+        trio.nodes["a"].thaw()
+        for key in writer.gone:
+            assert await old.get(key) is None
+        await writer.check(old)
+        await trio.settled(followed=4)
+        assert await writer.put(kv, 15) >= 14
+        await writer.check(kv)
+
+
+async def test_memory_alone_with_replicas_survives_one_death(trio: Trio) -> None:
+    """Goal: durable without a journal: in the memories of two nodes. Method: no state folders; one is killed."""
+    trio.start("a", "b", durability="memory")
+    await trio.settled(followed=4)
+    writer = Writer(6)
+    async with connected(trio) as kv:
+        assert await writer.put(kv, 40) == 40
+        trio.kill("b")
+        await writer.check(kv)
+
+
+async def test_a_drained_node_holds_nothing_and_nothing_is_lost(trio: Trio) -> None:
+    """Goal: `ucxkv drain NODE` moves shards and durable blocks away. Method: two nodes drain one of them while puts go
+    on; it is killed then; `--undo` lets it hold shards again."""
+    trio.start("a", "b", "c")
+    await trio.settled(followed=4)
+    writer = Writer(7)
+
+    async def drain(*options: str) -> str:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "ucxkv", "drain", "a", "--cluster", trio.url, *options,
+            stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        out, _ = await process.communicate()
+        assert process.returncode == 0
+        return out.decode()
+
+    async with connected(trio) as kv:
+        assert await writer.put(kv, 40) == 40
+        draining = asyncio.create_task(drain())
+        await writer.put(kv, 40)
+        assert "holds no shard" in await draining
+        trio.kill("a")
+        await writer.check(kv)
+        assert await writer.put(kv, 10) == 10
+        trio.start("a")
+        assert "again" in await drain("--undo")
+        await trio.settled(followed=4)
+        await writer.check(kv)

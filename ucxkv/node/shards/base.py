@@ -1,0 +1,73 @@
+"""What a shard needs of its node: the seam between one shard and all that shards share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ucxkv.directory.slots import Records
+    from ucxkv.node.arrived import Arrived
+    from ucxkv.node.shards.shard import Shard
+    from ucxkv.node.space import Place
+    from ucxkv.node.store import HostStore
+    from ucxkv.replication import Member
+    from ucxkv.replication import events as ev
+    from ucxkv.replication.messages import ReplicaMessage
+
+__all__ = ["ShardHost", "Writes"]
+
+
+class Writes(Protocol):
+    """Who waits for proposals."""
+
+    def committed(self, shard: Shard, tag: int, index: int) -> None:
+        """The proposal of this tag is so, as of this index."""
+
+    def refused(self, effect: ev.Refused) -> None:
+        """It was not taken."""
+
+    def unknown(self, tags: Sequence[int]) -> None:
+        """What becomes of these will not be known here."""
+
+
+class ShardHost(Protocol):
+    """See the module."""
+
+    store: HostStore
+    arrived: Arrived
+
+    @property
+    def writes(self) -> Writes:
+        """Who waits for proposals."""
+
+    def persist(self, shard: Shard, serial: int, records: list[bytes]) -> None:
+        """Write these to the journal as one unit, then give the shard Persisted(serial)."""
+
+    def send(self, shard: Shard, to: Member, message: ReplicaMessage) -> None:
+        """Give that member a message, with the values that it names; it may get lost."""
+
+    def write_config(self, shard: Shard, effect: ev.WriteConfig) -> None:
+        """Change the shard's configuration, then give the shard ConfigWritten."""
+
+    def read_config(self, shard: Shard) -> None:
+        """Read it, then give the shard ConfigSeen."""
+
+    def gain_soon(self, shard: Shard) -> None:
+        """The shard is led here: show it to readers, soon."""
+
+    def lose(self, shard: Shard) -> None:
+        """It is led here no more: take it out of readers' sight, before this returns."""
+
+    def durable_rows(self, shard: Shard) -> Records:
+        """The directory's durable blocks of an active shard, with their places, parents first."""
+
+    def visible(self, key: bytes) -> Place | None:
+        """Where the value of a visible block lies."""
+
+    def fill_places(self, rows: Records) -> None:
+        """Fill in the allocator's columns of rows whose offsets stand; rows without a value are left."""
+
+    def free(self, shard: Shard, offsets: list[int]) -> None:
+        """These values are no longer needed: free, once nobody can be reading them."""

@@ -1,0 +1,160 @@
+"""What a node of a cluster finds in its journal when it starts again: each shard's log, values proven by their sums.
+
+It ends, or raises SetupError and has changed nothing outside of this process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucxkv.directory.log import LogError
+from ucxkv.errors import IntegrityError, SetupError
+from ucxkv.journal import StopKind
+from ucxkv.node.recovering import proven
+from ucxkv.node.shards.records import ABSENT_REGION, ShardLog, feed
+from ucxkv.tiers.base import ForeignExtent
+from ucxkv.tiers.slabs import PLACE_DTYPE
+
+if TYPE_CHECKING:
+    from ucxkv.directory.slots import Records
+    from ucxkv.journal import Journal, Recovered
+    from ucxkv.node.state import NodeMemory, NodeState
+    from ucxkv.node.store import HostStore
+    from ucxkv.replication import ShardConfig
+
+__all__ = ["ShardRecovery", "recover_shards"]
+
+
+@dataclass(slots=True)
+class ShardRecovery:
+    """What came back. logs: by shard; lacking: shards of which some value is not what was put, or gone.
+
+    log_bytes: of the records behind the snapshot.
+    """
+
+    journal: Journal
+    logs: dict[int, ShardLog] = field(default_factory=dict)
+    lacking: dict[int, int] = field(default_factory=dict)
+    """By shard: how many."""
+    blocks: int = 0
+    held_bytes: int = 0
+    log_bytes: int = 0
+
+    def is_whole(self, shard: int, found: tuple[ShardConfig, int] | None, name: str) -> bool:
+        """Whether the log of this shard may be gone on with: it is all here, or nobody else has any of it."""
+        if shard not in self.lacking:
+            return True
+        return found is None or {member.name for member in found[0].insync} == {name}
+
+
+def recover_shards(
+    store: HostStore, state: NodeState, memory: NodeMemory, journal: Journal, told: Recovered
+) -> ShardRecovery:
+    """Take in what the journal of `state` says; the values stay where they are, in a store that has nothing yet."""
+    if told.stopped.kind is StopKind.DAMAGED:
+        raise SetupError(
+            f"the journal in {state.journal_folder} is damaged: what was acknowledged after that place cannot be read",
+            found=str(told.stopped),
+            needed="the files as they were written",
+            fix="put them back from a copy; or, where replicas have the rest, give this node's up: "
+            f"`ucxkv forget {state.folder}`",
+        )
+    out = ShardRecovery(journal)
+    try:
+        for record in told.snapshot:
+            feed(out.logs, bytes(record))
+        for _, _, record in told.records:
+            feed(out.logs, bytes(record))
+            out.log_bytes += len(record)
+    except (LogError, IntegrityError) as exc:
+        raise SetupError(
+            f"the journal in {state.journal_folder} cannot be read",
+            found=str(exc),
+            needed="records of a node of a cluster, of this version of ucxkv",
+            fix="start the node as it was started before (with or without --cluster), by the version that wrote it; to "
+            f"give its blocks up: `ucxkv forget {state.folder}`",
+        ) from exc
+    for number, log in out.logs.items():
+        _prove(store, memory, number, log, out)
+    try:
+        store.slabs.restore(_places(out.logs))
+    except ForeignExtent as exc:
+        raise SetupError(
+            f"the journal in {state.journal_folder} does not fit the segment",
+            found=str(exc),
+            needed="the journal and the segment of one node",
+            fix=f"report this; to give the blocks up: `ucxkv forget {state.folder}`",
+        ) from exc
+    out.held_bytes = store.hold_over(memory)
+    return out
+
+
+def _prove(store: HostStore, memory: NodeMemory, number: int, log: ShardLog, out: ShardRecovery) -> None:
+    """Mark what is not there any more, or not what was put."""
+    left = _left(log)
+    for rows in log.all_rows():
+        here = rows["region"] != ABSENT_REGION
+        good = np.zeros(len(rows), np.bool_)
+        if not memory.why_empty:
+            good = here & (proven(store, rows) == 0)
+        rows["region"][~good] = ABSENT_REGION
+        bad = [key for key in _keys(rows["key"][here & ~good].tobytes()) if key not in left]
+        if bad:
+            out.lacking[number] = out.lacking.get(number, 0) + len(bad)
+        out.blocks += int(good.sum())
+
+
+def _left(log: ShardLog) -> set[bytes]:
+    """Keys of which a Leave stands in the log: it may have been applied, and their memory be another block's."""
+    return {key for logged in log.entries for key in _keys(logged.keys)}
+
+
+def _keys(raw: bytes) -> list[bytes]:
+    return [raw[at : at + 16] for at in range(0, len(raw), 16)]
+
+
+def _places(logs: dict[int, ShardLog]) -> Records:
+    """All places that are in use. Of a block that left, only where nothing that came later has any of its memory."""
+    sure: list[Records] = []
+    doubtful: list[tuple[Records, int]] = []
+    for log in logs.values():
+        left = _left(log)
+        for rows in log.all_rows():
+            is_left = np.array([key in left for key in _keys(rows["key"].tobytes())], np.bool_) if left else False
+            here = rows["region"] != ABSENT_REGION
+            sure.append(rows[here & ~np.asarray(is_left)])
+            doubtful += [(rows, int(at)) for at in np.flatnonzero(here & is_left)]
+    places = _as_places(np.concatenate(sure)) if sure else np.empty(0, PLACE_DTYPE)
+    if not doubtful:
+        return places
+    owners = {unit: _slab(place) for place in places for unit in _units(place)}
+    taken = set(places["offset"].tolist())
+    kept: list[Records] = []
+    for rows, at in reversed(doubtful):
+        place = _as_places(rows[at : at + 1])
+        slab, units = _slab(place[0]), _units(place[0])
+        if int(place["offset"][0]) in taken or any(owners.get(unit, slab) != slab for unit in units):
+            rows["region"][at] = ABSENT_REGION
+            continue
+        owners.update(dict.fromkeys(units, slab))
+        taken.add(int(place["offset"][0]))
+        kept.append(place)
+    return np.concatenate([places, *kept])
+
+
+def _slab(place: np.void) -> tuple[int, int, int]:
+    return int(place["base_unit"]), int(place["units"]), int(place["slot_lines"])
+
+
+def _units(place: np.void) -> range:
+    return range(int(place["base_unit"]), int(place["base_unit"]) + int(place["units"]))
+
+
+def _as_places(rows: Records) -> Records:
+    out = np.zeros(len(rows), PLACE_DTYPE)
+    for name in ("offset", "slot_lines", "base_unit", "units"):
+        out[name] = rows[name]
+    return out

@@ -1,0 +1,335 @@
+"""One shard on one node: the shell around its `Replica`. It carries out effects in order and feeds back what came of
+them.
+
+    log, applied    active (this node leads and serves it): blocks are in the node's directory, seen by readers
+                    else: in `standby`, seen by nobody
+    log, not applied  `pending`: entries with this node's places, by index
+    leaving the log   values are free when nobody can read them any more
+
+Invariants
+  - A value's memory is in one hand: the directory's, the standby's, or that of a pending entry, and what is replaced or
+    cut gives it back.
+  - Nothing of an entry is confirmed before the values that it names are in this node's memory, or its leader has said
+    that they are gone from its own.
+  - The shard is taken out of readers' sight before any effect of the step that ended its leadership is carried out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+import structlog
+
+from ucxkv.directory.log import COMMIT_DTYPE, leaves, read_record
+from ucxkv.node.shards.records import (
+    ABSENT_REGION,
+    LoggedEntry,
+    base_records,
+    claims_record,
+    entry_record,
+    placeless,
+    reset_record,
+)
+from ucxkv.node.shards.standby import Standby, places_of
+from ucxkv.node.shards.values import SnapshotValues, commit_rows, gone_name
+from ucxkv.node.space import Place
+from ucxkv.replication import Kind, Member, Recovered, Replica, Role, Timing
+from ucxkv.replication import events as ev
+from ucxkv.replication.log import decode_entry
+from ucxkv.replication.messages import Append, ReplicaMessage, SnapshotPart
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ucxkv.directory.slots import Records
+    from ucxkv.node.shards.base import ShardHost
+    from ucxkv.node.shards.records import ShardLog
+    from ucxkv.replication import Entry
+
+__all__ = ["Shard"]
+
+_CHUNK_ROWS = 768
+
+log = structlog.get_logger("ucxkv.node")
+
+
+class Shard:
+    """See the module. number: which one; told: what the journal says of it; is_whole: see `Recovered`."""
+
+    def __init__(
+        self, number: int, host: ShardHost, me: Member, timing: Timing, told: ShardLog | None, *, is_whole: bool
+    ) -> None:
+        self.number = number
+        self.is_active = False
+        self.pending: dict[int, LoggedEntry] = {}
+        self.limbo: dict[bytes, Records] = {}
+        """While active: rows (of one) that the log has and the directory no longer: their Leave is on its way."""
+        self.busy_until_ns = 0
+        """Until then readers may look at values that were withdrawn from the directory."""
+        self._host = host
+        self._proposed: dict[bytes, Records] = {}
+        self._todo: deque[ev.Event] = deque()
+        self._is_handling = False
+        self._snapshot = SnapshotValues(number, host)
+        self._claims: frozenset[Member] = frozenset()
+        self.standby = Standby(told.rows() if told is not None else None)
+        recovered = None
+        if told is not None and is_whole:
+            self.pending = {logged.index: logged for logged in told.entries}
+            self._claims = told.claims
+            entries = [logged.entry for logged in told.entries]
+            recovered = Recovered(told.claims, True, told.base_index, told.base_epoch, entries)
+        elif told is not None:  # what is here is of use for a leader's snapshot alone
+            for logged in told.entries:
+                host.free(self, places_of(logged.rows) if logged.rows is not None else [])
+            host.persist(self, 0, [reset_record(number, 0, 0)])
+        self.replica = Replica(me, timing, recovered)
+
+    # ---- events and effects
+
+    def handle(self, event: ev.Event) -> None:
+        """Give the replica an event and do what it wants; events that this makes follow in order."""
+        self._todo.append(event)
+        if self._is_handling:
+            return
+        self._is_handling = True
+        try:
+            while self._todo:
+                effects = self.replica.handle(self._todo.popleft(), time.monotonic_ns())
+                if self.is_active and not self.replica.serve_until_ns:
+                    self._host.lose(self)
+                for effect in effects:
+                    self._perform(effect)
+        finally:
+            self._is_handling = False
+        if self.replica.serve_until_ns and not self.is_active:
+            self._host.gain_soon(self)
+
+    def _perform(self, effect: ev.Effect) -> None:
+        host = self._host
+        match effect:
+            case ev.Send():
+                host.send(self, effect.to, effect.message)
+            case ev.Persist():
+                self._persist(effect)
+            case ev.Apply():
+                self._apply(effect)
+            case ev.Refused():
+                host.writes.refused(effect)
+            case ev.Unknown():
+                host.writes.unknown(effect.tags)
+            case ev.WriteConfig():
+                host.write_config(self, effect)
+            case ev.ReadConfig():
+                host.read_config(self)
+            case ev.NeedSnapshot():
+                self.handle(self._snapshot_for(effect.to))
+            case ev.Restore():
+                self._restore(effect)
+            case ev.RoleChanged():
+                say = log.error if effect.role is Role.FAILED else log.info
+                say("shard.role", shard=self.number, role=effect.role.value, epoch=effect.epoch, why=effect.why)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether time matters to it at this moment."""
+        replica = self.replica
+        config = replica.config.value
+        if config is None or not replica.config.is_settled or replica.log.last_index != replica.watermark:
+            return True
+        if replica.leading is not None:
+            return len(config.insync) > 1 or not replica.leading.is_ready
+        return replica.role is Role.OUT and replica.me.name in replica.wish
+
+    def held(self) -> Iterable[int]:
+        """Offsets of the values that are this shard's outside of the directory, each once."""
+        yield from self.standby.offsets()
+        yield from self._snapshot.offsets()
+        for logged in () if self.is_active else self.pending.values():  # the directory holds what it has staged
+            if logged.rows is not None:
+                yield from places_of(logged.rows)
+
+    def snapshot_has(self, key: bytes, total: int) -> bool:
+        """Whether this value of a snapshot that is coming is here."""
+        return self._snapshot.has(key, total)
+
+    # ---- proposals
+
+    def propose(self, tag: int, parts: Iterable[tuple[bytes, Records | None]]) -> None:
+        """Have these records written, in this order and together: each with its rows and their places, for a Commit.
+
+        What becomes of them is told to `host.writes` by the tag, at once when they are refused.
+        """
+        records = []
+        for record, rows in parts:
+            if rows is not None:
+                self._proposed[record] = rows
+            records.append(record)
+        self.handle(ev.Propose(tag, tuple(records)))
+        for record in records:
+            self._proposed.pop(record, None)  # it was refused
+
+    def propose_leaves(self, rows: Records) -> None:
+        """These durable blocks of this shard are no longer there: log that. rows: of the log, children first.
+
+        The caller has their memory; where this node is deposed before that is logged, it has them without values.
+        """
+        absent = rows.copy()
+        absent["region"], absent["offset"] = ABSENT_REGION, 0
+        for at in range(len(absent)):
+            self.limbo[absent["key"][at].tobytes()] = absent[at : at + 1]
+        self.propose(0, [(record, None) for record in leaves(rows["key"].tobytes())])
+
+    # ---- the journal
+
+    def _persist(self, effect: ev.Persist) -> None:
+        records = []
+        if effect.claims != self._claims:
+            self._claims = effect.claims
+            records.append(claims_record(self.number, effect.claims))
+        if effect.entries:
+            self._drop_pending(effect.entries[0].index)
+        for entry in effect.entries:
+            logged = self.pending[entry.index] = self._logged(entry)
+            records.append(entry_record(self.number, logged))
+        self._host.persist(self, effect.serial, records)
+
+    def _logged(self, entry: Entry) -> LoggedEntry:
+        """The entry with places of this node's."""
+        if entry.kind is Kind.EPOCH:
+            return LoggedEntry(entry.index, entry.epoch, entry.kind)
+        said = self._proposed.pop(entry.record, None)
+        if said is None:
+            said = read_record(entry.record)  # type: ignore[assignment]
+            if not isinstance(said, np.ndarray):
+                return LoggedEntry(entry.index, entry.epoch, entry.kind, keys=said if isinstance(said, bytes) else b"")
+            self._claim(said)
+        return LoggedEntry(entry.index, entry.epoch, entry.kind, said)
+
+    def _claim(self, rows: Records) -> None:
+        """Fill in where the values came to lie; ABSENT_REGION where the leader had none any more."""
+        for at, (key, total, length) in enumerate(_names(rows)):
+            offset = self._host.arrived.claim(self.number, key, total, length)
+            rows["region"][at] = 0 if offset is not None else ABSENT_REGION
+            rows["offset"][at] = offset or 0
+        self._host.fill_places(rows)
+
+    def _drop_pending(self, first: int) -> None:
+        """Entries from `first` on were cut."""
+        for index in [index for index in self.pending if index >= first]:
+            rows = self.pending.pop(index).rows
+            if rows is not None:
+                self._host.free(self, places_of(rows))
+
+    def records(self) -> list[bytes]:
+        """All of the shard as a journal's snapshot has it."""
+        replica, number = self.replica, self.number
+        epoch = replica.log.epoch_at(replica.watermark)
+        out = [reset_record(number, replica.watermark, epoch or 0), *base_records(number, self.rows())]
+        if self._claims:
+            out.append(claims_record(number, self._claims))
+        return out + [entry_record(number, self.pending[index]) for index in sorted(self.pending)]
+
+    # ---- the state
+
+    def rows(self) -> Records:
+        """The durable blocks as of the last entry applied, with this node's places, parents first."""
+        if not self.is_active:
+            return self.standby.rows()
+        rows = self._host.durable_rows(self)
+        return np.concatenate([rows, *self.limbo.values()]) if self.limbo else rows
+
+    def _apply(self, effect: ev.Apply) -> None:
+        for entry in effect.entries:
+            logged = self.pending.pop(entry.index)
+            if not self.is_active:
+                if logged.rows is not None:
+                    self._host.free(self, self.standby.commit(logged.rows))
+                elif logged.keys:
+                    self._host.free(self, self.standby.leave(logged.keys))
+            elif logged.keys and self.limbo:
+                for at in range(0, len(logged.keys), 16):
+                    self.limbo.pop(logged.keys[at : at + 16], None)
+            tag = effect.tags.get(entry.index)
+            if tag:
+                self._host.writes.committed(self, tag, entry.index)
+
+    def place(self, index: int, key: bytes, total: int, length: int) -> Place | None:
+        """Where the value of an entry's row lies; None where it is gone."""
+        logged = self.pending.get(index)
+        if logged is not None and logged.rows is not None:
+            for at, name in enumerate(_names(logged.rows)):
+                if name == (key, total, length) and logged.rows["region"][at] != ABSENT_REGION:
+                    return Place(int(logged.rows["offset"][at]), length, total)
+            return None
+        found = self._host.visible(key) if self.is_active else self.standby.place(key)
+        return found if found is not None and (found.sum, found.length) == (total, length) else None
+
+    # ---- snapshots
+
+    def _snapshot_for(self, to: Member) -> ev.SnapshotReady:
+        replica, rows = self.replica, placeless(self.rows())
+        epoch = replica.log.epoch_at(replica.watermark)
+        assert epoch is not None
+        chunks = [rows[at : at + _CHUNK_ROWS].tobytes() for at in range(0, len(rows), _CHUNK_ROWS)]
+        return ev.SnapshotReady(to, replica.watermark, epoch, tuple(chunks))
+
+    def _restore(self, effect: ev.Restore) -> None:
+        rows = np.frombuffer(b"".join(effect.chunks), COMMIT_DTYPE).copy()
+        for at, (key, total, length) in enumerate(_names(rows)):
+            here = self.standby.find(key, total, length)
+            offset = self._snapshot.claim(key, total, length) if here is None else _offset(here)
+            rows["region"][at] = 0 if offset is not None else ABSENT_REGION
+            rows["offset"][at] = offset or 0
+        self._host.fill_places(rows)
+        self._snapshot.forget()
+        self._drop_pending(0)
+        self._host.free(self, self.standby.replace(rows))
+        self._claims = effect.claims
+        records = [reset_record(self.number, effect.index, effect.entry_epoch), *base_records(self.number, rows)]
+        self._host.persist(self, effect.serial, [*records, claims_record(self.number, effect.claims)])
+
+    # ---- messages of other replicas
+
+    def received(self, message: ReplicaMessage, gone: bytes) -> bool:
+        """A message came. False: its values did not, and it was not taken; the sender is to send them again.
+
+        gone: names (see `gone_name`) of values that the sender has no longer.
+        """
+        missing = frozenset(gone[at : at + 24] for at in range(0, len(gone), 24))
+        if isinstance(message, Append):
+            if not self._has_values(message, missing):
+                return False
+        elif isinstance(message, SnapshotPart) and message.index > self.replica.watermark:
+            rows = np.frombuffer(message.chunk, COMMIT_DTYPE)
+            names = [name for name in _names(rows) if self.standby.find(*name) is None]
+            if not self._snapshot.take((message.epoch, message.index, message.entry_epoch), names, missing):
+                return False
+        self.handle(ev.Received(message))
+        return True
+
+    def _has_values(self, message: Append, missing: frozenset[bytes]) -> bool:
+        """Whether all values that these entries name are here, but for those that are gone."""
+        for raw in message.entries:
+            entry = decode_entry(raw)
+            known = self.pending.get(entry.index)
+            if entry.index <= self.replica.watermark or (known is not None and known.epoch == entry.epoch):
+                continue
+            for key, total, length in _names(commit_rows(entry)):
+                if gone_name(key, total) not in missing and not self._host.arrived.has(self.number, key, total, length):
+                    return False
+        return True
+
+
+def _names(rows: Records) -> list[tuple[bytes, int, int]]:
+    """Key, sum and length of each row: what a value is told apart by."""
+    keys = rows["key"].tobytes()
+    sums, lengths = rows["sum"].tolist(), rows["length"].tolist()
+    return [(keys[16 * i : 16 * i + 16], sums[i], lengths[i]) for i in range(len(rows))]
+
+
+def _offset(row: bytes) -> int:
+    return int(np.frombuffer(row, COMMIT_DTYPE)["offset"][0])

@@ -1,0 +1,215 @@
+"""Durable puts and deletes on shards that this node leads: staged in the directory, proposed to the shard's log,
+settled when the log has them.
+
+Promises
+  - A durable put or delete is answered when every in-sync member of its shard has it, and seen by readers from then on.
+  - One that this node can't know the outcome of, since it leads no more, is answered UNAVAILABLE: it may have happened.
+  - A call over several shards is one batch a shard; each has its own answer, and the call's is all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucxkv import errors
+from ucxkv.directory import DeleteStatus, PutStatus, events
+from ucxkv.directory.log import NOTHING, RECORD_ROWS_MAX, commits, leaves
+from ucxkv.node.shards.records import placeless
+from ucxkv.node.staging import Staging, Waiting
+from ucxkv.protocol import messages as m
+from ucxkv.replication.events import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ucxkv.directory.slots import Records
+    from ucxkv.node.session import Session
+    from ucxkv.node.shards.shard import Shard
+    from ucxkv.node.store import HostStore
+    from ucxkv.replication import events as ev
+
+__all__ = ["ShardWrites"]
+
+_KEY = 16
+
+
+class ShardWrites(Staging):
+    """See the module. shards_of: the shard of each key that is asked about, given its parent; raises NotLeader."""
+
+    def __init__(self, store: HostStore, shards_of: Callable[[bytes, bytes | None], list[Shard | None]]) -> None:
+        super().__init__(store)
+        self._shards_of = shards_of
+        self._left_behind: dict[int, Waiting] = {}
+        """Batches that were abandoned in the directory and are in the log all the same: told when that knows."""
+        self._refusals: dict[int, ev.Refused] = {}
+        self._shard_of: dict[int, int] = {}
+
+    # ---- puts
+
+    def put(self, session: Session, request: m.Put, now_ns: int) -> asyncio.Future[bytes]:
+        """See Staging."""
+        offsets = self.take(session, request)
+        try:
+            shards = self._shards_of(request.keys, request.parents)
+            first = shards[0] if shards else None
+            if all(shard is first for shard in shards):
+                return self._put(first, request, offsets, now_ns)
+            return self._put_split(shards, request, offsets, now_ns)
+        except errors.NotLeader:
+            self._store.slabs.free(offsets)
+            raise
+
+    def _put(self, shard: Shard | None, request: m.Put, offsets: list[int], now_ns: int) -> asyncio.Future[bytes]:
+        staged = self.stage(request, offsets, 0 if shard is None else shard.number, now_ns)
+        if isinstance(staged, bytes):
+            return self.known(staged)
+        assert shard is not None, "a block was staged whose parent is not here"
+        rows, at = staged.rows, 0
+        parts: list[tuple[bytes, Records | None]] = []
+        for record in commits(placeless(rows)):
+            count = min(RECORD_ROWS_MAX, len(rows) - at)
+            parts.append((record, rows[at : at + count]))
+            at += count
+        return self._propose(shard, staged, parts)
+
+    def _put_split(
+        self, shards: list[Shard | None], request: m.Put, offsets: list[int], now_ns: int
+    ) -> asyncio.Future[bytes]:
+        """A put whose chains are in several shards: one batch for each."""
+        groups: dict[Shard | None, list[int]] = {}
+        for at, shard in enumerate(shards):
+            groups.setdefault(shard, []).append(at)
+        futures: list[tuple[list[int], asyncio.Future[bytes]]] = []
+        for shard, rows in groups.items():
+            part = _picked(request, rows)
+            try:
+                futures.append((rows, self._put(shard, part, [offsets[at] for at in rows], now_ns)))
+            except errors.UcxKvError:
+                futures.append((rows, self.known(bytes((PutStatus.UNAVAILABLE,)) * len(rows))))
+        return asyncio.ensure_future(_gathered(len(shards), futures, PutStatus.UNAVAILABLE))
+
+    # ---- deletes
+
+    def delete(self, request: m.Delete, now_ns: int) -> asyncio.Future[bytes]:
+        """See Staging."""
+        groups: dict[Shard | None, list[int]] = {}
+        for at, shard in enumerate(self._shards_of(request.keys, None)):
+            groups.setdefault(shard, []).append(at)
+        if len(groups) == 1:
+            return self._delete(next(iter(groups)), request.keys, now_ns)
+        futures: list[tuple[list[int], asyncio.Future[bytes]]] = []
+        for shard, rows in groups.items():
+            keys = b"".join(request.keys[_KEY * at : _KEY * at + _KEY] for at in rows)
+            futures.append((rows, self._delete(shard, keys, now_ns)))
+        return asyncio.ensure_future(_gathered(len(request.keys) // _KEY, futures, DeleteStatus.UNAVAILABLE))
+
+    def _delete(self, shard: Shard | None, keys: bytes, now_ns: int) -> asyncio.Future[bytes]:
+        number = 0 if shard is None else shard.number
+        reply = self._store.handle(events.Delete(keys, log=number), now_ns)
+        status = reply.status.tobytes()
+        if not reply.batch:
+            return self.known(status)
+        assert shard is not None
+        staged = self.wait_for(reply.batch, [], status)
+        return self._propose(shard, staged, [(record, None) for record in leaves(reply.left)])
+
+    # ---- what becomes of proposals
+
+    def _propose(
+        self, shard: Shard, staged: Waiting, parts: list[tuple[bytes, Records | None]]
+    ) -> asyncio.Future[bytes]:
+        if not parts:  # what it waits for was staged before: it is so when that is
+            parts = [(NOTHING, None)]
+        self._shard_of[staged.batch] = shard.number
+        shard.propose(staged.batch, parts)
+        refusal = self._refusals.pop(staged.batch, None)
+        if refusal is None:
+            return staged.done
+        self.abandon(staged)
+        del self._shard_of[staged.batch]
+        self._store.slabs.free(staged.offsets)
+        raise _error_of(refusal)
+
+    def committed(self, shard: Shard, tag: int, index: int) -> None:
+        """See Writes."""
+        self._shard_of.pop(tag, None)
+        behind = self._left_behind.pop(tag, None)
+        if behind is not None:
+            behind.answer(behind.status)
+            return
+        rows = self._waiting[tag].rows
+        reply = self.settle(tag)
+        if reply.left:
+            keys = rows["key"].tobytes()
+            at = {keys[_KEY * i : _KEY * i + _KEY]: i for i in range(len(rows))}
+            left = [at[reply.left[i : i + _KEY]] for i in range(0, len(reply.left), _KEY)]
+            shard.propose_leaves(rows[np.array(left)])
+
+    def refused(self, effect: ev.Refused) -> None:
+        """See Writes."""
+        if effect.tag:
+            self._refusals[effect.tag] = effect
+
+    def unknown(self, tags: Sequence[int]) -> None:
+        """See Writes."""
+        for tag in tags:
+            self._shard_of.pop(tag, None)
+            behind = self._left_behind.pop(tag, None)
+            if behind is not None:
+                behind.refuse(
+                    errors.Unavailable("this node leads the shard no more: whether it happened is not known here")
+                )
+
+    def leave_behind(self, shard: Shard) -> None:
+        """The shard is led here no more: nothing of it stays staged. Its proposals may come true all the same."""
+        for one in list(self.newest_first()):
+            if self._shard_of.get(one.batch) == shard.number:
+                self.abandon(one)
+                self._left_behind[one.batch] = one
+
+    def numbers(self) -> dict[str, float]:
+        """See Staging."""
+        return {}
+
+
+def _picked(request: m.Put, rows: list[int]) -> m.Put:
+    """The put of some of its blocks."""
+
+    def some(raw: bytes, width: int) -> bytes:
+        return b"".join(raw[width * at : width * at + width] for at in rows)
+
+    return m.Put(
+        keys=some(request.keys, _KEY),
+        parents=some(request.parents, _KEY),
+        regions=some(request.regions, 2),
+        offsets=some(request.offsets, 8),
+        lengths=some(request.lengths, 4),
+        sums=some(request.sums, 8),
+        durable=request.durable,
+    )
+
+
+async def _gathered(n: int, parts: list[tuple[list[int], asyncio.Future[bytes]]], otherwise: int) -> bytes:
+    """The statuses of all parts; `otherwise` where one ended in an error."""
+    out = bytearray((otherwise,)) * n
+    for rows, future in parts:
+        try:
+            status = await future
+        except errors.UcxKvError:
+            continue
+        for at, state in zip(rows, status, strict=True):
+            out[at] = state
+    return bytes(out)
+
+
+def _error_of(refusal: ev.Refused) -> errors.UcxKvError:
+    match refusal.why:
+        case Refusal.NOT_LEADER | Refusal.NO_LEASE:
+            return errors.NotLeader("this node does not lead the shard at the moment")
+        case Refusal.OVERLOADED:
+            return errors.Overloaded("too many durable puts wait for the shard's log", retry_after_s=0.05)
+        case Refusal.TOO_FEW:
+            return errors.Unavailable("too few nodes are in sync to take a durable put; start the missing ones")
