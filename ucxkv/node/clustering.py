@@ -68,7 +68,6 @@ class Clustering:
         """See MembershipListener: the node serves as long as its registration holds."""
         self._lease_ns = until_ns
         if self._node.is_open and self.shards is not None:
-            self._node.lease_until(until_ns)
             self.shards.on_lease(until_ns)
 
     def on_incarnation(self, record: MemberRecord, others_between: bool) -> None:

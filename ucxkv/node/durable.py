@@ -128,7 +128,7 @@ class DurableLog(Staging):
         self._has_work.set()
         return staged.done
 
-    def _left(self, keys: bytes) -> None:
+    def _left(self, keys: bytes, _: int = 0) -> None:
         """Durable blocks were found damaged and are hidden already."""
         if self.failed is None:
             try:
@@ -234,5 +234,5 @@ class DurableLog(Staging):
         await self._journal.aclose()
 
 
-def _nowhere(keys: bytes) -> None:
+def _nowhere(keys: bytes, log: int) -> None:
     """Nobody logs any more."""

@@ -74,6 +74,11 @@ METRIC_TEXTS: dict[str, str] = {
     "incarnation": "this node's incarnation in its cluster: grows with each registration; 0 without a cluster",
     "cluster_lease_s": "seconds for which this node's registration surely holds; 0: lost, or no cluster",
     "cluster_lease_losses": "times that this node's registration was lost and serving stopped until the next",
+    "shards": "shards of the cluster's directory",
+    "shards_led": "of these, shown to readers by this node, their leader",
+    "shards_followed": "of these, held by this node in sync behind another",
+    "standby_blocks": "durable blocks of shards that this node does not lead",
+    "shard_lag_records": "log records that are here and not committed yet, of all shards",
     "cluster_members": "nodes registered in the cluster's control plane, as last seen",
 }
 COUNTERS = frozenset(

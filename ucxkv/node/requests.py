@@ -66,6 +66,8 @@ class Requests:
             self._store.counts["refused_without_lease"] += 1
             if isinstance(request, m.Put) or (isinstance(request, m.PutPart) and self._is_own(request)):
                 self._take_back(session, request.offsets)
+            if self._node.cluster is not None and isinstance(request, m.Put | m.PutPart | m.Delete):
+                raise errors.NotLeader("this node's lease is over, or it is just changing what it leads")
             raise self._serving.refusal()
         if isinstance(request, m.Put | m.PutPart | m.Delete) and self._shards is not None:
             self._check_shards(session, request)

@@ -66,8 +66,10 @@ class HostStore:
         self._memory = memory
         self._held_over: list[int] = []
         self._held_over_bytes = 0
-        self.on_left: Callable[[bytes], None] = lambda _: None
-        """Told the keys of durable blocks that are hidden because their bytes are bad."""
+        self.on_left: Callable[[bytes, int], None] = lambda *_: None
+        """Told the keys of durable blocks that are hidden because their bytes are bad, children first, and the log."""
+        self.log_of: Callable[[bytes], int] = lambda _: 0
+        """The log of a visible block's key."""
         if memory is None:
             self.segment = HostSegment.create(config.host_bytes, config.name, huge_pages=config.huge_pages)
         else:
@@ -243,11 +245,14 @@ class HostStore:
             found = self.directory.reader.view(keys[i : i + 16])
             if found.address and tier_copy.engine.sum_at(found.address, found.length) != found.sum:
                 bad.append(keys[i : i + 16])
-        if bad:
-            gone = self.handle(events.Drop(b"".join(bad)), now_ns)
+        logs: dict[int, list[bytes]] = {}
+        for key in bad:
+            logs.setdefault(self.log_of(key), []).append(key)
+        for log, some in logs.items():
+            gone = self.handle(events.Drop(b"".join(some)), now_ns)
             self.counts["damaged"] += gone.blocks
             if gone.left:
-                self.on_left(bytes(gone.left))
+                self.on_left(bytes(gone.left), log)
 
     def list_keys(self, request: m.ListKeys) -> m.KeyPage:
         """A page of visible blocks."""

@@ -16,7 +16,8 @@ Release
 | client -> node | ListKeys -> KeyPage; GetStatus -> NodeReport; GetConnections -> Connections; GetRegions -> Regions;
 GetMembers, Join -> Members |
 | client -> node, one way | ChosenPath, Touch, Return, Damaged, Bye |
-| node -> node | Adopt, Values, HaveValues -> Statuses; Reclaim -> Done; one way: Surrender; for Values as a client also
+| node -> node | Adopt, Values, HaveValues -> Statuses; Reclaim -> Done; one way: Surrender,
+Replicate, Lacks; for Values as a client also
 Grant, OpenData, Return, ChosenPath, Bye |
 | node -> client, one way | Members (the membership changed) |
 | any | Failure answers any request that could not be carried out |
@@ -24,17 +25,17 @@ Grant, OpenData, Return, ChosenPath, Bye |
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-import msgspec
-
-UInt = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class Message(msgspec.Struct, frozen=True, array_like=True):
-    """Base of all control messages; `CODE` is the frame's type."""
-
-    CODE: ClassVar[int] = 0
+from ucxkv.protocol.base import Message as Message
+from ucxkv.protocol.base import UInt
+from ucxkv.protocol.between_nodes import Adopt as Adopt
+from ucxkv.protocol.between_nodes import HaveValues as HaveValues
+from ucxkv.protocol.between_nodes import Lacks as Lacks
+from ucxkv.protocol.between_nodes import Reclaim as Reclaim
+from ucxkv.protocol.between_nodes import Replicate as Replicate
+from ucxkv.protocol.between_nodes import Surrender as Surrender
+from ucxkv.protocol.between_nodes import Values as Values
 
 
 class Failure(Message, frozen=True):
@@ -395,55 +396,6 @@ class Join(Message, frozen=True):
     member: MemberInfo
 
 
-class Adopt(Message, frozen=True):
-    """Node to node: your extents, granted to `session`, now belong to my shard's blocks. Answer: Statuses, 0 =
-    adopted.
-    """
-
-    CODE: ClassVar[int] = 33
-    session: UInt
-    segments: bytes
-    offsets: bytes
-
-
-class Surrender(Message, frozen=True):
-    """Node to node, one way: my shard needs these extents of yours no longer."""
-
-    CODE: ClassVar[int] = 34
-    segments: bytes
-    offsets: bytes
-
-
-class Reclaim(Message, frozen=True):
-    """Node to node: please evict about `nbytes` of your blocks that lie in my segments."""
-
-    CODE: ClassVar[int] = 35
-    nbytes: UInt
-
-
-class Values(Message, frozen=True):
-    """Node to node: values of a shard lie in extents granted to this connection; they are the receiver's from now on,
-    and the sender writes them no more. Answer: Statuses, 0 = taken, 1 = that extent was not held.
-    """
-
-    CODE: ClassVar[int] = 50
-    shard: UInt
-    keys: bytes
-    sums: bytes
-    lengths: bytes
-    offsets: bytes
-
-
-class HaveValues(Message, frozen=True):
-    """Node to node: which of these values of a shard have you? Answer: Statuses, 0 = has it, 1 = lacks it."""
-
-    CODE: ClassVar[int] = 51
-    shard: UInt
-    keys: bytes
-    sums: bytes
-    lengths: bytes
-
-
 class Bye(Message, frozen=True):
     """One way: this connection ends in good order and its process writes into none of its extents any more."""
 
@@ -491,23 +443,3 @@ class Damaged(Message, frozen=True):
 
     CODE: ClassVar[int] = 38
     keys: bytes
-
-
-class Replicate(Message, frozen=True):
-    """Node to node, one way: one replica's word to another of `shard` (`ucxkv.replication.messages`), for that
-    incarnation of the receiver alone. gone: 24 bytes (key, sum u64) for each value that it names and the sender has no
-    longer; all others were given before.
-    """
-
-    CODE: ClassVar[int] = 52
-    shard: UInt
-    incarnation: UInt
-    payload: bytes
-    gone: bytes = b""
-
-
-class Lacks(Message, frozen=True):
-    """Node to node, one way: values that your last Replicate of `shard` names did not come; give them again."""
-
-    CODE: ClassVar[int] = 53
-    shard: UInt

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from ucxkv.replication.config import Member
@@ -15,7 +17,9 @@ __all__ = [
     "SnapshotGot",
     "SnapshotPart",
     "decode",
+    "decode_members",
     "encode",
+    "encode_members",
 ]
 
 
@@ -80,6 +84,7 @@ ReplicaMessage = Append | Appended | Rejected | Join | SnapshotPart | SnapshotGo
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ReplicaMessage)
+_members = msgspec.msgpack.Decoder(list[Member])
 
 
 def encode(message: ReplicaMessage) -> bytes:
@@ -90,3 +95,13 @@ def encode(message: ReplicaMessage) -> bytes:
 def decode(raw: bytes) -> ReplicaMessage:
     """The inverse of `encode`. Raises msgspec.DecodeError or ValidationError (both ValueError)."""
     return _decoder.decode(raw)
+
+
+def encode_members(members: Iterable[Member]) -> bytes:
+    """A set of members, always as the same bytes."""
+    return _encoder.encode(sorted(members))
+
+
+def decode_members(raw: bytes) -> frozenset[Member]:
+    """The inverse of `encode_members`. Raises ValueError."""
+    return frozenset(_members.decode(raw))

@@ -28,6 +28,9 @@ class Writes(Protocol):
     def refused(self, effect: ev.Refused) -> None:
         """It was not taken."""
 
+    def is_busy(self, shard: Shard) -> bool:
+        """Whether anything of the shard is staged."""
+
     def unknown(self, tags: Sequence[int]) -> None:
         """What becomes of these will not be known here."""
 
@@ -59,6 +62,14 @@ class ShardHost(Protocol):
 
     def lose(self, shard: Shard) -> None:
         """It is led here no more: take it out of readers' sight, before this returns."""
+
+    def pause(self, shard: Shard) -> None:
+        """The node's lease is over: its blocks stay, and are shown to nobody until the shard is led here again, by the
+        next leader there is (`resume`), or lost.
+        """
+
+    def resume(self, shard: Shard) -> None:
+        """It is led here again, and was led nowhere else meanwhile."""
 
     def durable_rows(self, shard: Shard) -> Records:
         """The directory's durable blocks of an active shard, with their places, parents first."""

@@ -26,12 +26,12 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 
 from ucxkv.directory.log import COMMIT_DTYPE, NOTHING, LogError, commits, leaves, read_record
 from ucxkv.directory.slots import Records
 from ucxkv.replication import Entry, Kind, Member
+from ucxkv.replication.messages import decode_members, encode_members
 
 __all__ = [
     "ABSENT_REGION",
@@ -52,7 +52,6 @@ _HEAD = struct.Struct("<BBHIQQ")
 _FORMAT = 1
 _CLAIMS, _RESET, _BASE, _ENTRY = 0x21, 0x22, 0x23, 0x24
 _BASE_ROWS = 768
-_members = msgspec.msgpack.Decoder(list[Member])
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ def placeless(rows: Records) -> Records:
 
 def claims_record(shard: int, claims: Iterable[Member]) -> bytes:
     """Whose logs this one is from here on."""
-    return _HEAD.pack(_CLAIMS, _FORMAT, shard, 0, 0, 0) + msgspec.msgpack.encode(sorted(claims))
+    return _HEAD.pack(_CLAIMS, _FORMAT, shard, 0, 0, 0) + encode_members(claims)
 
 
 def reset_record(shard: int, index: int, epoch: int) -> bytes:
@@ -140,8 +139,8 @@ def feed(shards: dict[int, ShardLog], record: bytes) -> None:
     log = shards.setdefault(shard, ShardLog())
     if kind == _CLAIMS:
         try:
-            log.claims = frozenset(_members.decode(body))
-        except msgspec.MsgspecError as exc:
+            log.claims = decode_members(body)
+        except ValueError as exc:
             raise LogError(f"claims of shard {shard}: {exc}") from exc
     elif kind == _RESET:
         shards[shard] = ShardLog(base_index=index, base_epoch=epoch)

@@ -64,6 +64,9 @@ class Shard:
     ) -> None:
         self.number = number
         self.is_active = False
+        """Its blocks are in the directory."""
+        self.dormant_epoch = 0
+        """Not 0: active, and not led since this epoch of its: the lease is over, and nobody else is known to lead yet."""
         self.pending: dict[int, LoggedEntry] = {}
         self.limbo: dict[bytes, Records] = {}
         """While active: rows (of one) that the log has and the directory no longer: their Leave is on its way."""
@@ -99,14 +102,30 @@ class Shard:
         try:
             while self._todo:
                 effects = self.replica.handle(self._todo.popleft(), time.monotonic_ns())
-                if self.is_active and not self.replica.serve_until_ns:
-                    self._host.lose(self)
+                self._look()
                 for effect in effects:
                     self._perform(effect)
         finally:
             self._is_handling = False
-        if self.replica.serve_until_ns and not self.is_active:
-            self._host.gain_soon(self)
+        if self.replica.serve_until_ns:
+            if not self.is_active:
+                self._host.gain_soon(self)
+            elif self.dormant_epoch:
+                self._host.resume(self)
+
+    def _look(self) -> None:
+        """Whether what is in the directory may still be shown, now that the replica has gone on."""
+        replica = self.replica
+        if not self.is_active:
+            return
+        if self.dormant_epoch:
+            if replica.leading is None and replica.epoch > self.dormant_epoch:
+                self._host.lose(self)
+        elif not replica.serve_until_ns:
+            if replica.lease_until_ns or self.pending or self._host.writes.is_busy(self):
+                self._host.lose(self)
+            else:
+                self._host.pause(self)
 
     def _perform(self, effect: ev.Effect) -> None:
         host = self._host

@@ -21,6 +21,7 @@ import structlog
 from ucxkv import errors
 from ucxkv.control import Conflict, OutcomeUnknown
 from ucxkv.directory import PutStatus, events
+from ucxkv.directory.log import COMMIT_DTYPE
 from ucxkv.ids import KEY_BYTES, ROOT_KEY
 from ucxkv.node.shards.feeding import Feeder
 from ucxkv.node.shards.journaling import ShardJournal
@@ -49,6 +50,7 @@ _MS = 1_000_000
 _TICK_S = 0.05
 _QUIET_TICKS = 8
 _GAIN_S = 0.01
+_DORMANT_NS = 5_000_000_000
 TIMING = Timing(
     heartbeat_ns=200 * _MS,
     resend_ns=600 * _MS,
@@ -73,6 +75,7 @@ class Shards:
         self.arrived = node.store.space.arrived
         self.arrived.has_value = self.has_value
         node.store.held_elsewhere = self.held
+        node.store.log_of, node.store.on_left = self._log_of, self._left
         self.rule = cluster.rule
         self._node = node
         self._cluster = cluster
@@ -86,6 +89,7 @@ class Shards:
         self._ticks = 0
         self._leaders: list[str] = []
         self._is_resigned = ""
+        self._lease_ns = self._leased_ns = 0
         self.writes = ShardWrites(node.store, self.shards_of)
         journal = recovery.journal if recovery is not None else None
         self.journal = ShardJournal(journal, node.epoch, self._records)
@@ -105,8 +109,18 @@ class Shards:
 
     def on_lease(self, until_ns: int) -> None:
         """The node's lease runs until then; 0: it does not."""
+        self._lease_ns = until_ns
+        if until_ns and not self._leased_ns:
+            self._leased_ns = time.monotonic_ns()
+        elif not until_ns:
+            self._leased_ns = 0
         for shard in self.shards:
             shard.handle(ev.LeaseSeen(until_ns))
+        self._node.lease_until(self._serving_ns())
+
+    def _serving_ns(self) -> int:
+        """Until when anything may be shown: not while blocks are in the directory that are led by who knows whom."""
+        return 0 if any(shard.dormant_epoch for shard in self.shards) else self._lease_ns
 
     def reincarnated(self, me: Member) -> None:
         """The lease was lost, and there is another one."""
@@ -182,9 +196,9 @@ class Shards:
         self._gaining.clear()
         if not shards:
             return
-        until_ns = self._stop_serving()
+        self._node.lease_until(0)
         lost = [self._show(shard) for shard in shards]
-        self._serve_again(until_ns)
+        self._serve_again()
         for shard, rows in zip(shards, lost, strict=True):
             if len(rows):
                 log.error("shard.lost", shard=shard.number, blocks=len(rows))
@@ -204,7 +218,7 @@ class Shards:
 
     def lose(self, shard: Shard) -> None:
         """See ShardHost."""
-        until_ns = self._stop_serving()
+        self._node.lease_until(0)
         self.writes.leave_behind(shard)
         keep = {
             keys[at : at + KEY_BYTES]
@@ -219,29 +233,35 @@ class Shards:
             return mine
 
         reply = self.store.handle(events.Withdraw(is_mine, keep), time.monotonic_ns())
-        shard.is_active = False
+        shard.is_active, shard.dormant_epoch = False, 0
         rows = self.writes.placed(reply.rows)
         shard.standby.commit(rows)
         for row in shard.limbo.values():
             shard.standby.commit(row)
         shard.limbo.clear()
         shard.busy_until_ns = max(shard.busy_until_ns, reply.busy_until_ns)
-        self._serve_again(until_ns)
+        self._serve_again()
         log.info("shard.hidden", shard=shard.number, blocks=reply.blocks, durable=len(rows))
 
-    def _stop_serving(self) -> int:
-        until_ns = self._node.lease_end_ns
+    def pause(self, shard: Shard) -> None:
+        """See ShardHost."""
         self._node.lease_until(0)
-        return until_ns
+        shard.dormant_epoch = shard.replica.epoch
 
-    def _serve_again(self, until_ns: int) -> None:
+    def resume(self, shard: Shard) -> None:
+        """See ShardHost."""
+        shard.dormant_epoch = 0
+        if self._serving_ns():
+            self._serve_again()
+
+    def _serve_again(self) -> None:
         self._node.begin_epoch(self._node.epoch + 1)
-        self._node.lease_until(until_ns)
+        self._node.lease_until(self._serving_ns())
 
     @property
     def led(self) -> bytes:
         """Bit s (little-endian) is set: shard s is shown here."""
-        flags = np.array([shard.is_active for shard in self.shards], np.bool_)
+        flags = np.array([shard.is_active and not shard.dormant_epoch for shard in self.shards], np.bool_)
         return np.packbits(flags, bitorder="little").tobytes()
 
     @property
@@ -262,7 +282,7 @@ class Shards:
 
     def _active(self, root: bytes) -> Shard:
         shard = self.shards[self.rule.own(root)]
-        if not shard.is_active:
+        if not shard.is_active or shard.dormant_epoch:
             raise errors.NotLeader(f"this node does not lead shard {shard.number}; {self._hint(shard)}")
         return shard
 
@@ -291,6 +311,16 @@ class Shards:
             known[key] = found
             out.append(found)
         return out
+
+    def _log_of(self, key: bytes) -> int:
+        root = self.store.directory.root_of(key)
+        return 0 if root is None else self.rule.own(root)
+
+    def _left(self, keys: bytes, log: int) -> None:
+        """Durable blocks were found damaged, and are hidden already: all members are to know."""
+        rows = np.zeros(len(keys) // KEY_BYTES, COMMIT_DTYPE)
+        rows["key"] = np.frombuffer(keys, "V16")
+        self.shards[log].propose_leaves(rows)
 
     def durable_rows(self, shard: Shard) -> Records:
         """See ShardHost."""
@@ -391,6 +421,7 @@ class Shards:
                 shard.handle(ev.Tick())
         if is_slow:
             self._hand_over()
+            self._lose_dormant()
             self._look_for_failure()
 
     def _hand_over(self) -> None:
@@ -401,6 +432,13 @@ class Shards:
                 log.info("shard.hand_over", shard=shard.number, to=shard.replica.wish[0])
                 shard.handle(ev.HandOver())
                 return
+
+    def _lose_dormant(self) -> None:
+        """Serve the rest, where nobody leads a shard that this node had, though it has had its lease for a while."""
+        if self._leased_ns and time.monotonic_ns() - self._leased_ns > _DORMANT_NS:
+            for shard in self.shards:
+                if shard.dormant_epoch:
+                    self.lose(shard)
 
     def _look_for_failure(self) -> None:
         failed = next((shard for shard in self.shards if shard.replica.role is Role.FAILED), None)
@@ -415,7 +453,7 @@ class Shards:
         """For the report and the metrics."""
         return {
             "shards": len(self.shards),
-            "shards_led": sum(shard.is_active for shard in self.shards),
+            "shards_led": sum(shard.is_active and not shard.dormant_epoch for shard in self.shards),
             "shards_followed": sum(shard.replica.role is Role.FOLLOWER for shard in self.shards),
             "standby_blocks": sum(len(shard.standby) for shard in self.shards),
             "shard_lag_records": sum(shard.replica.log.last_index - shard.replica.watermark for shard in self.shards),

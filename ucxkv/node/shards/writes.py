@@ -153,6 +153,10 @@ class ShardWrites(Staging):
         if effect.tag:
             self._refusals[effect.tag] = effect
 
+    def is_busy(self, shard: Shard) -> bool:
+        """See Writes."""
+        return shard.number in self._shard_of.values()
+
     def unknown(self, tags: Sequence[int]) -> None:
         """See Writes."""
         for tag in tags:
