@@ -80,7 +80,7 @@ class NodeProcess:
         line = self.process.stdout.readline()
         if not line:
             self.process.wait(_READY_S)  # its last words come after the end of its output
-            raise RuntimeError(f"the node ended: {self.log()[-2000:]}")
+            raise RuntimeError(f"the node ended ({self.process.returncode}): {self.log()[-2000:]}")
         ready: dict[str, str | int] = json.loads(line)
         return ready
 

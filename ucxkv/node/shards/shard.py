@@ -66,7 +66,7 @@ class Shard:
         self.is_active = False
         """Its blocks are in the directory."""
         self.dormant_epoch = 0
-        """Not 0: active, and not led since this epoch of its: the lease is over, and nobody else is known to lead yet."""
+        """Not 0: active, and not led since this epoch of its: the lease is over, and nobody is known to lead yet."""
         self.pending: dict[int, LoggedEntry] = {}
         self.limbo: dict[bytes, Records] = {}
         """While active: rows (of one) that the log has and the directory no longer: their Leave is on its way."""
