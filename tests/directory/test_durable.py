@@ -281,3 +281,18 @@ def test_a_put_below_an_upgrade_of_another_log_is_refused() -> None:
         _stage(shell, [keys[1]], keys[0], log=2)
     shell(events.Settle(reply.batch))
     assert _stage(shell, [keys[1]], keys[0], log=1).status.tolist() == [0]
+
+
+def test_a_delete_waits_for_what_is_staged_below() -> None:
+    """Goal: a delete is not refused for a child that nobody has seen. Method: a child is staged; a delete of the parent
+    would better wait for its batch, and is ORDER when that is settled, DELETED when it was abandoned."""
+    shell, keys = Shell(), chain(3)
+    shell(events.Settle(_stage(shell, keys[:1]).batch))
+    staged = _stage(shell, keys[1:2], keys[0])
+    deeper = _stage(shell, keys[2:], keys[1])
+    assert shell.core.durable.waits_delete(keys[0]) == staged.batch
+    assert shell.core.durable.waits_delete(keys[1]) == staged.batch
+    shell(events.Abandon(deeper.batch))
+    shell(events.Abandon(staged.batch))
+    assert not shell.core.durable.waits_delete(keys[0])
+    assert shell(events.Delete(keys[0])).status.tolist() == [DeleteStatus.DELETED]

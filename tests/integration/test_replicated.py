@@ -11,10 +11,13 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import xxhash
 
 import ucxkv
 from tests.harness import ROOT, NodeProcess, wait_until
 from ucxkv import PutStatus, errors
+from ucxkv.node import Node
+from ucxkv.node.config import NodeConfig
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 LEASE_MS = 1500
@@ -268,3 +271,17 @@ async def test_a_drained_node_holds_nothing_and_nothing_is_lost(trio: Trio) -> N
         assert "again" in await drain("--undo")
         await trio.settled(followed=4)
         await writer.check(kv)
+
+
+async def test_a_leader_knows_its_values_while_it_may_not_answer() -> None:
+    """Goal: a follower is never told that a value is gone which is there: it would confirm without it, and lead without
+    it later. Method: a node's lease ends; readers are refused, and where the value lies is known all the same."""
+    async with Node(NodeConfig(name="n", listen="127.0.0.1:0", host_bytes=64 << 20)) as node:
+        async with ucxkv.connect(node.address) as kv:
+            key, value = os.urandom(16), os.urandom(5000)
+            assert await kv.put(key, value) is PutStatus.STORED
+        node.lease_until(0)
+        place = node.store.place_of(key)
+        assert place is not None
+        assert bytes(node.store.segment.view[place.offset : place.offset + place.length]) == value
+        assert place.sum == xxhash.xxh3_64_intdigest(value) and node.store.place_of(os.urandom(16)) is None

@@ -328,12 +328,14 @@ class DurableWriter:
         return found
 
     def waits_delete(self, keys: Buffer) -> int:
-        """The same for a delete."""
+        """The same for a delete: also for what is staged below, since it decides whether a block may go."""
         if not self._batches:
             return 0
         slots = set(self._directory.table.find(keys).tolist())
+        slots.discard(-1)
         pending = [each[slot][1] for each in (self.leaving, self.upgrading) for slot in slots & each.keys()]
-        return max([self._newest_staged(_split(keys)), *pending])
+        below = [block.batch for block in self.staged.values() if block.parent_slot in slots]
+        return max([self._newest_staged(_split(keys)), *pending, *below])
 
     def _newest_staged(self, keys: Iterable[bytes]) -> int:
         return max((block.batch for block in map(self.staged.get, keys) if block is not None), default=0)

@@ -377,12 +377,15 @@ class HostStore:
         return {"pages": self.segment.page_kind, "table_pages": self.table_segment.page_kind, "policy": "lru"}
 
     def place_of(self, key: bytes) -> Place | None:
-        """Where the value of a visible block lies, when it is in this node's memory."""
-        found = self.directory.reader.view(key)
-        begin = found.address - self.segment.address if found.address else -1
-        if not 0 <= begin < self.segment.size_bytes:
+        """Where the value of a block lies, when it is in this node's memory; asked of the table itself, so whether the
+        node may answer readers at this moment plays no part.
+        """
+        directory = self.directory
+        slot = int(directory.table.find(key)[0])
+        single = directory.words.single(slot) if slot >= 0 else None
+        if single is None or single[0] != OWN_SEGMENT:
             return None
-        return Place(begin, found.length, found.sum)
+        return Place(single[1], single[2], directory.words.tail(slot)[2])
 
     def check(self) -> None:
         """Assert that every extent is in exactly one hand; slow, for tests."""
