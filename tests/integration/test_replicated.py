@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import random
+import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -32,13 +33,13 @@ class Trio:
         self._replicas = replicas
         self.nodes: dict[str, NodeProcess] = {}
 
-    def start(self, *names: str, durability: str = "process") -> None:
+    def start(self, *names: str, durability: str = "process", listen: str = "127.0.0.1:0") -> None:
         """Start nodes, again or for the first time."""
         for name in names:
             state = {"state_dir": str(self._folder / name)} if durability != "memory" else {}
             self.nodes[name] = NodeProcess(
                 name, cluster=self.url, cluster_lease_ms=str(LEASE_MS), cluster_shards="4",
-                replicas=str(self._replicas), durability=durability, host_bytes="64MiB", **state,
+                replicas=str(self._replicas), durability=durability, host_bytes="64MiB", listen=listen, **state,
             )  # fmt: skip
 
     def kill(self, *names: str) -> None:
@@ -285,3 +286,24 @@ async def test_a_leader_knows_its_values_while_it_may_not_answer() -> None:
         assert place is not None
         assert bytes(node.store.segment.view[place.offset : place.offset + place.length]) == value
         assert place.sum == xxhash.xxh3_64_intdigest(value) and node.store.place_of(os.urandom(16)) is None
+
+
+async def test_a_node_that_is_still_joining_welcomes_no_client(trio: Trio) -> None:
+    """Goal: nobody takes a node that leads nothing yet for one that knows everything. Method: a client dials a node over
+    and over from before it listens; whenever it gets in, it has been told of the shards."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    starting = asyncio.create_task(asyncio.to_thread(trio.start, "a", listen=f"127.0.0.1:{port}"))
+    turned_away = 0
+    for _ in range(4000):
+        try:
+            async with ucxkv.connect(f"127.0.0.1:{port}", timeout_s=2) as kv:
+                assert [link.welcome.shards for link in kv._router.links.values()] == [4]
+                if starting.done():
+                    break
+        except errors.Unavailable as exc:
+            turned_away += "joining" in str(exc)
+            await asyncio.sleep(0.001)
+    await starting
+    assert turned_away, "the node was never seen while it joined"

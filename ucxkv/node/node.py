@@ -331,6 +331,8 @@ class Node:
             self.store.space.writer_gone(session.id)
 
     def _welcome(self, session: Session) -> m.Welcome:
+        if self.config.cluster and session.role == "client" and not self._has_shards():
+            raise errors.Unavailable("this node is still joining its cluster; try again")
         self.sessions[session.id] = session
         session.connection.max_frame_bytes = 64 << 20
         shards = self.cluster.shards if self.cluster is not None else None
@@ -358,6 +360,9 @@ class Node:
             led=b"" if shards is None else shards.led,
             leaders=self._leaders(),
         )
+
+    def _has_shards(self) -> bool:
+        return self.cluster is not None and self.cluster.shards is not None
 
     def _leaders(self) -> list[str]:
         shards = self.cluster.shards if self.cluster is not None else None
