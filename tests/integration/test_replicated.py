@@ -289,8 +289,8 @@ async def test_a_leader_knows_its_values_while_it_may_not_answer() -> None:
 
 
 async def test_a_node_that_is_still_joining_welcomes_no_client(trio: Trio) -> None:
-    """Goal: nobody takes a node that leads nothing yet for one that knows everything. Method: a client dials a node over
-    and over from before it listens; whenever it gets in, it has been told of the shards."""
+    """Goal: nobody takes a node that leads nothing yet for one that knows everything. Method: a client dials a node
+    over and over from before it listens; whenever it gets in, it has been told of the shards."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
