@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.machines import knows_replicas
 from tests.control.etcd_server import WHY_NOT
 from tests.hosts import why_not
 
@@ -50,17 +49,10 @@ def test_rounds_of_kill_9_of_one_node(tmp_path: Path) -> None:
     assert said["rounds"] == 3 and said["kills"] >= 3
 
 
-def needs_replicas() -> None:
-    """Skip where nodes do not replicate yet."""
-    if not knows_replicas():
-        pytest.skip("this ucxkv has no --replicas")
-
-
 @pytest.mark.hosts
 def test_three_nodes_and_etcd_survive_random_faults(tmp_path: Path) -> None:
     """Goal: the guarantees of docs/correctness.md by real processes (issue 4). Method: 20 s of random faults between
     namespaces, seed 7: kills, stops, partitions, loss, of nodes and of etcd."""
-    needs_replicas()
     reason = why_not()
     if reason:
         pytest.skip(reason)
@@ -71,6 +63,5 @@ def test_three_nodes_and_etcd_survive_random_faults(tmp_path: Path) -> None:
 def test_rounds_of_kill_9_of_leader_and_replica(tmp_path: Path) -> None:
     """Goal: 0 acknowledged durable puts lost (issue 4). Method: four rounds on the loopback, leader or replica
     or both."""
-    needs_replicas()
     said = run(tmp_path, "--rounds", "4", "--seed", "5", "--no-namespaces")
     assert said["rounds"] == 4 and said["kills"] >= 4

@@ -3,144 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import random
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 import xxhash
 
 import ucxkv
-from tests.harness import ROOT, NodeProcess, wait_until
+from tests.harness import ROOT
+from tests.integration.replicas import Trio, Writer, connected
 from ucxkv import PutStatus, errors
 from ucxkv.node import Node
 from ucxkv.node.config import NodeConfig
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
-LEASE_MS = 1500
-
-
-class Trio:
-    """Up to three nodes of one cluster on this machine, each with its folder."""
-
-    def __init__(self, folder: Path, replicas: int) -> None:
-        self.url = f"sqlite://{folder}/cluster.db"
-        self._folder = folder
-        self._replicas = replicas
-        self.nodes: dict[str, NodeProcess] = {}
-
-    def start(self, *names: str, durability: str = "process", listen: str = "127.0.0.1:0") -> None:
-        """Start nodes, again or for the first time."""
-        for name in names:
-            state = {"state_dir": str(self._folder / name)} if durability != "memory" else {}
-            self.nodes[name] = NodeProcess(
-                name, cluster=self.url, cluster_lease_ms=str(LEASE_MS), cluster_shards="4",
-                replicas=str(self._replicas), durability=durability, host_bytes="64MiB", listen=listen, **state,
-            )  # fmt: skip
-
-    def kill(self, *names: str) -> None:
-        """kill -9."""
-        for name in names:
-            self.nodes[name].kill()
-
-    def stop_all(self) -> None:
-        """End what is left."""
-        for node in self.nodes.values():
-            node.kill()
-
-    async def settled(self, followed: int, led: int = 4) -> None:
-        """Wait until all shards are led, and followed this often in all."""
-
-        async def is_so() -> bool:
-            with contextlib.suppress(errors.UcxKvError):
-                async with ucxkv.connect(self.url, timeout_s=2) as kv:
-                    reports = await kv.status()
-                    return (
-                        sum(report.numbers["shards_led"] for report in reports) == led
-                        and sum(report.numbers["shards_followed"] for report in reports) == followed
-                    )
-            return False
-
-        await wait_until(is_so, f"{led} shards led, {followed} followed", 60)
-
-
-@pytest.fixture
-def trio(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trio]:
-    """Nodes a, b and c, of which none is started; the parameter is the number of replicas."""
-    made = Trio(tmp_path, getattr(request, "param", 2))
-    try:
-        yield made
-    finally:
-        made.stop_all()
-
-
-class Writer:
-    """Durable chains, put one block after the other; what was acknowledged, and deleted, is remembered."""
-
-    def __init__(self, seed: int, chains: int = 12) -> None:
-        self._random = random.Random(seed)
-        self.chains: list[list[bytes]] = [[] for _ in range(chains)]
-        self.values: dict[bytes, bytes] = {}
-        self.gone: set[bytes] = set()
-
-    async def put(self, kv: ucxkv.Client, count: int) -> int:
-        """Put `count` blocks; how many were acknowledged."""
-        done = 0
-        for _ in range(count):
-            chain = self._random.choice(self.chains)
-            key, value = self._random.randbytes(16), self._random.randbytes(self._random.choice((10, 4000, 70_000)))
-            status = await kv.put(key, value, chain[-1] if chain else None, durable=True, deadline_s=20)
-            if status is PutStatus.STORED:
-                chain.append(key)
-                self.values[key] = value
-                done += 1
-            else:
-                assert status is PutStatus.UNAVAILABLE, status
-        return done
-
-    async def delete_tails(self, kv: ucxkv.Client, count: int) -> None:
-        """Delete the last blocks of some chains."""
-        for chain in self.chains:
-            if count and len(chain) > 1:
-                count -= 1
-                key = chain[-1]
-                (status,) = (await kv.delete([key], deadline_s=20)).tolist()
-                assert status in (ucxkv.DeleteStatus.DELETED, ucxkv.DeleteStatus.UNAVAILABLE), status
-                chain.pop()
-                del self.values[key]
-                if status == ucxkv.DeleteStatus.DELETED:
-                    self.gone.add(key)
-
-    async def check(self, kv: ucxkv.Client) -> None:
-        """All that was acknowledged is there, what was deleted is not, and no chain has a hole."""
-
-        async def is_whole() -> bool:
-            for chain in self.chains:
-                if chain:
-                    match = await kv.match(chain, deadline_s=5)
-                    if not match.is_certain:
-                        return False
-                    assert match.blocks == len(chain), f"{match.blocks} of {len(chain)} are visible"
-                    result = await kv.get_many(chain, root=chain[0], deadline_s=5)
-                    if (result.status == ucxkv.ReadStatus.UNAVAILABLE).any():
-                        return False
-                    assert result.values == [self.values[key] for key in chain]
-            return True
-
-        await wait_until(is_whole, "every shard answers", 30)
-        for key in self.gone:
-            assert await kv.get(key) is None, "a deleted block came back"
-
-
-@contextlib.asynccontextmanager
-async def connected(trio: Trio) -> AsyncIterator[ucxkv.Client]:
-    """A client of all its nodes."""
-    async with ucxkv.connect(trio.url, timeout_s=10) as kv:
-        yield kv
 
 
 async def test_a_durable_block_outlives_its_leader(trio: Trio) -> None:
