@@ -140,6 +140,18 @@ def test_leadership_is_handed_over_with_nothing_lost() -> None:
     assert wire.applied[A] == wire.applied[B] == [b"", b"x", b"", b"y"]
 
 
+@pytest.mark.parametrize("heir", [B, C])
+def test_leadership_is_handed_to_the_member_that_is_wished_for(heir: Member) -> None:
+    """Goal: two that are wished for less do not hand it to each other for ever."""
+    wire = Wire(A, B, C)
+    for member in (A, B, C):
+        wire.feed(member, ev.Wish((heir.name, *({"a", "b", "c"} - {heir.name}))))
+    wire.feed(A, ev.HandOver())
+    for _ in range(10):
+        wire.tick()
+    assert wire.config is not None and wire.config.leader == heir
+
+
 def test_a_control_plane_that_went_back_ends_the_replica() -> None:
     wire = Wire(A, B)
     wire.feed(A, ev.ConfigSeen(None, wire.revision + 1))

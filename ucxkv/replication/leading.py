@@ -129,7 +129,8 @@ class Leading:
         if self.is_leaving and self.is_ready:
             heirs = [m for m in others if not self._is_lost(m, now_ns)]
             if heirs:
-                heir = max(heirs, key=lambda m: (self._feeds[m].match, m))
+                first = replica.wish[:1]  # or two that are wished for less could hand it to each other for ever
+                heir = max(heirs, key=lambda m: ((m.name,) == first, self._feeds[m].match, m))
                 return ShardConfig(config.epoch + 1, heir, config.insync)
             self.is_leaving = False
         for member in sorted(others):
