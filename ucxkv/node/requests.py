@@ -89,6 +89,16 @@ class Requests:
                 self._take_back(session, request.offsets)
             raise
 
+    def _still_led(self, session: Session, request: m.Put | m.PutPart | m.Delete) -> None:
+        """Before a request that waited is carried out: this node may have lost its lease or the shard meanwhile."""
+        if self._shards is None:
+            return
+        if not self._serving.is_running:
+            if not isinstance(request, m.Delete):
+                self._take_back(session, request.offsets)
+            raise errors.NotLeader("this node's lease ended while the request waited")
+        self._check_shards(session, request)
+
     def _acknowledged(self, answer: Message) -> Message:
         if not self._serving.is_running:
             self._store.counts["refused_without_lease"] += 1
@@ -281,6 +291,7 @@ class Requests:
             await self._durable.until_free(request)
             if session.id not in self._node.sessions:  # its end has dealt with its extents
                 raise _ended()
+            self._still_led(session, request)
             if isinstance(request, m.PutPart):
                 return self._acknowledged(self._put_part(session, request))
             if not request.durable:
@@ -299,13 +310,14 @@ class Requests:
         staged = None if durable.waits_delete(request) else durable.delete(request, time.monotonic_ns())
         if staged is not None and staged.done():
             return m.Statuses(status=staged.result())
-        self._later(message, session, self._deleted(request, staged))
+        self._later(message, session, self._deleted(session, request, staged))
         return None
 
-    async def _deleted(self, request: m.Delete, staged: asyncio.Future[bytes] | None) -> Message:
+    async def _deleted(self, session: Session, request: m.Delete, staged: asyncio.Future[bytes] | None) -> Message:
         assert self._durable is not None
         if staged is None:
             await self._durable.until_free(request)
+            self._still_led(session, request)
             staged = self._durable.delete(request, time.monotonic_ns())
         return self._acknowledged(m.Statuses(status=await staged))
 

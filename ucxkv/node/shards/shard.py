@@ -211,9 +211,11 @@ class Shard:
             records.append(claims_record(self.number, effect.claims))
         if effect.entries:
             self._drop_pending(effect.entries[0].index)
-        for entry in effect.entries:
-            logged = self.pending[entry.index] = self._logged(entry)
-            records.append(entry_record(self.number, logged))
+        # the newest first: of a block that went and came again one value has come, and it is the last Commit's
+        logged = [self._logged(entry) for entry in reversed(effect.entries)]
+        for one in reversed(logged):
+            self.pending[one.index] = one
+            records.append(entry_record(self.number, one))
         self._host.persist(self, effect.serial, records)
 
     def _logged(self, entry: Entry) -> LoggedEntry:

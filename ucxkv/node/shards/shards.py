@@ -119,8 +119,11 @@ class Shards:
         self._node.lease_until(self._serving_ns())
 
     def _serving_ns(self) -> int:
-        """Until when anything may be shown: not while blocks are in the directory that are led by who knows whom."""
-        return 0 if any(shard.dormant_epoch for shard in self.shards) else self._lease_ns
+        """Until when anything may be shown: not while blocks are in the directory that are led by who knows whom, and
+        no more when the node is closing.
+        """
+        is_over = not self._node.is_open or any(shard.dormant_epoch for shard in self.shards)
+        return 0 if is_over else self._lease_ns
 
     def reincarnated(self, me: Member) -> None:
         """The lease was lost, and there is another one."""
@@ -291,24 +294,26 @@ class Shards:
         return f"{leader} does" if leader and leader != self.me.name else "nobody does at the moment"
 
     def shards_of(self, keys: bytes, parents: bytes | None) -> list[Shard | None]:
-        """The shard of each key: of a put, by its parent; of a delete (no parents) by itself. None: not known here.
+        """The shard of each key: that of its chain where it is here already, whatever parent a put names for it; else,
+        of a put, that of its parent. None: not known here, and nothing can be staged for it.
 
         Raises NotLeader for a root of a shard that is not led here.
         """
         root_of, known = self.store.directory.root_of, dict[bytes, Shard | None]()
+
+        def here(key: bytes) -> Shard | None:
+            if key not in known:
+                root = root_of(key)
+                known[key] = None if root is None else self._active(root)
+            return known[key]
+
         out: list[Shard | None] = []
         for at in range(0, len(keys), KEY_BYTES):
             key = keys[at : at + KEY_BYTES]
-            above = key if parents is None else parents[at : at + KEY_BYTES]
-            if above == ROOT_KEY:
-                found: Shard | None = self._active(key)
-            elif above in known:
-                found = known[above]
-            else:
-                root = root_of(above)
-                found = None if root is None else self._active(root)
-                known[above] = found
-            known[key] = found
+            found = here(key)
+            if found is None and parents is not None:
+                above = parents[at : at + KEY_BYTES]
+                found = known[key] = self._active(key) if above == ROOT_KEY else here(above)
             out.append(found)
         return out
 

@@ -54,19 +54,23 @@ class ShardWrites(Staging):
         offsets = self.take(session, request)
         try:
             shards = self._shards_of(request.keys, request.parents)
-            first = shards[0] if shards else None
-            if all(shard is first for shard in shards):
-                return self._put(first, request, offsets, now_ns)
-            return self._put_split(shards, request, offsets, now_ns)
         except errors.NotLeader:
             self._store.slabs.free(offsets)
             raise
+        first = shards[0] if shards else None
+        if all(shard is first for shard in shards):
+            return self._put(first, request, offsets, now_ns)
+        return self._put_split(shards, request, offsets, now_ns)
 
     def _put(self, shard: Shard | None, request: m.Put, offsets: list[int], now_ns: int) -> asyncio.Future[bytes]:
-        staged = self.stage(request, offsets, 0 if shard is None else shard.number, now_ns)
+        try:
+            staged = self.stage(request, offsets, 0 if shard is None else shard.number, now_ns)
+        except ValueError as exc:  # what is staged has this key in another chain than the put does; nothing has changed
+            self._store.slabs.free(offsets)
+            raise errors.Overloaded(f"what is on its way must settle first: {exc}", retry_after_s=0.05) from exc
         if isinstance(staged, bytes):
             return self.known(staged)
-        assert shard is not None, "a block was staged whose parent is not here"
+        assert shard is not None, "what is staged is of a chain that is here"
         rows, at = staged.rows, 0
         parts: list[tuple[bytes, Records | None]] = []
         for record in commits(placeless(rows)):
