@@ -11,13 +11,23 @@ import pytest
 import xxhash
 
 import ucxkv
-from tests.harness import ROOT
+from tests.harness import ROOT, wait_until
 from tests.integration.replicas import Trio, Writer, connected
 from ucxkv import PutStatus, errors
 from ucxkv.node import Node
 from ucxkv.node.config import NodeConfig
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
+
+
+async def command(*words: str) -> tuple[int, str]:
+    """Run `ucxkv` with these words: its exit code and what it printed."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "ucxkv", *words,
+        stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    out, _ = await process.communicate()
+    return process.returncode or 0, out.decode()
 
 
 async def test_a_durable_block_outlives_its_leader(trio: Trio) -> None:
@@ -129,13 +139,9 @@ async def test_a_drained_node_holds_nothing_and_nothing_is_lost(trio: Trio) -> N
     writer = Writer(7)
 
     async def drain(*options: str) -> str:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "ucxkv", "drain", "a", "--cluster", trio.url, *options,
-            stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-        out, _ = await process.communicate()
-        assert process.returncode == 0
-        return out.decode()
+        code, said = await command("drain", "a", "--cluster", trio.url, *options)
+        assert code == 0
+        return said
 
     async with connected(trio) as kv:
         assert await writer.put(kv, 40) == 40
@@ -184,3 +190,32 @@ async def test_a_node_that_is_still_joining_welcomes_no_client(trio: Trio) -> No
             await asyncio.sleep(0.001)
     await starting
     assert turned_away, "the node was never seen while it joined"
+
+
+async def test_a_shard_whose_holders_are_gone_for_good_is_given_another_leader(trio: Trio) -> None:
+    """Goal: no cluster is dead for ever. Method: both holders of all shards lose their folders; two nodes start, wait,
+    and `ucxkv status` says for whom; `ucxkv elect` refuses without --accept-loss, and then the cluster goes on."""
+    trio.start("a", "b")
+    await trio.settled(followed=4)
+    writer = Writer(8)
+    async with connected(trio) as kv:
+        assert await writer.put(kv, 20) == 20
+    trio.kill("a", "b")
+    trio.lose_disk("a")
+    trio.lose_disk("b")
+    trio.start("c", "a")
+
+    async def waits() -> bool:
+        async with connected(trio) as kv:
+            return all("wait for a node" in report.facts["shards"] for report in await kv.status())
+
+    await wait_until(waits, "both nodes say what they wait for", 30)
+    assert await command("elect", "--cluster", trio.url) == (2, "")
+    code, said = await command("elect", "--cluster", trio.url, "--accept-loss")
+    assert code == 0 and said.count("is led by") == 4
+    await trio.settled(followed=4)
+    async with connected(trio) as kv:
+        fresh = Writer(9)
+        assert await fresh.put(kv, 20) == 20
+        await fresh.check(kv)
+    assert (await command("elect", "--cluster", trio.url))[1].startswith("every shard has a live holder")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ucxkv.cli import data, doctor, drain, node, perf, topo
+from ucxkv.cli import data, doctor, drain, elect, node, perf, topo
 from ucxkv.errors import SetupError, UcxKvError, Unavailable, UsageError
 
 __all__ = ["app", "run"]
@@ -23,6 +23,7 @@ app = typer.Typer(
 app.command("node")(node.node)
 app.command("forget")(node.forget)
 app.command("drain")(drain.drain)
+app.command("elect")(elect.elect)
 app.command("status")(data.status)
 app.command("put")(data.put)
 app.command("get")(data.get)

@@ -466,7 +466,20 @@ class Shards:
 
     def facts(self) -> dict[str, str]:
         """For the report."""
-        return {"shards": self._is_resigned or "ok", "replicas": str(self._cluster.record.replicas)}
+        return {"shards": self._is_resigned or self._waiting(), "replicas": str(self._cluster.record.replicas)}
+
+    def _waiting(self) -> str:
+        """Which shards wait for a holder, and for whom; "ok" when none does."""
+        alive = {(record.name, record.incarnation) for record in self._view.members}
+        lost = {
+            number: sorted({member.name for member in config.insync})
+            for number, (config, _) in sorted(self._view.shards.items())
+            if alive.isdisjoint(config.insync)
+        }
+        if not lost:
+            return "ok"
+        some = "; ".join(f"shard {number}: {' or '.join(names)}" for number, names in list(lost.items())[:4])
+        return f"{len(lost)} wait for a node that has all of them ({some}); start it, or see `ucxkv elect`"
 
     def held(self) -> Iterable[int]:
         """Offsets of this node's extents that the shards have outside of the directory; for `HostStore.check`."""
