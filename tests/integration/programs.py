@@ -47,7 +47,7 @@ main()
 SNAPSHOTS = """
 import sys
 from ucxkv.node.shards import journaling
-journaling._SNAPSHOT_BYTES_MIN = 16384
+journaling._SNAPSHOT_BYTES_MIN = 2048
 journaling._SNAPSHOT_GROWTH = 1
 from ucxkv.cli import main
 sys.argv[0] = "ucxkv"

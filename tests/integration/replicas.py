@@ -50,10 +50,10 @@ class Trio:
             path = self.state(folder or name)
             self._folders.add(path)
             state = {"state_dir": str(path)}
-        flags = {"host_bytes": "64MiB", **options}
+        flags = {"host_bytes": "64MiB", "cluster_lease_ms": str(LEASE_MS), **options}
         return NodeProcess(
-            name, cluster=self.url, cluster_lease_ms=str(LEASE_MS), cluster_shards=str(SHARDS),
-            replicas=str(self._replicas), durability=durability, **state, **flags,
+            name, cluster=self.url, cluster_shards=str(SHARDS), replicas=str(self._replicas), durability=durability,
+            **state, **flags,
         )  # type: ignore[arg-type]  # fmt: skip
 
     def state(self, name: str) -> Path:

@@ -109,6 +109,20 @@ async def test_the_first_writer_of_a_key_wins(kv: ucxkv.Client, shared_node: Nod
     assert result.status.tolist() == [PutStatus.STORED, PutStatus.ALREADY] and await kv.get(twice) == b"x"
 
 
+async def test_keys_that_share_half_their_bits_are_never_taken_for_each_other(kv: ucxkv.Client) -> None:
+    """Study, fault test 8. Goal: no aliasing. Method: 60 keys with one first half, 60 with one last half, a value each;
+    as many that nobody put."""
+    half = os.urandom(8)
+    names = [half + os.urandom(8) for _ in range(60)] + [os.urandom(8) + half for _ in range(60)]
+    absent = [half + os.urandom(8) for _ in range(60)] + [os.urandom(8) + half for _ in range(60)]
+    assert (await kv.put_many(names, [name * 20 for name in names])).ok
+    assert (await kv.get_many(names)).values == [name * 20 for name in names]
+    assert not (await kv.exists_many(absent)).any() and (await kv.get_many(absent)).values == [None] * 120
+    assert [await kv.get(name) for name in (names[7], names[77], absent[7], absent[77])] == [
+        names[7] * 20, names[77] * 20, None, None,
+    ]  # fmt: skip
+
+
 async def test_match_ends_at_the_first_gap(kv: ucxkv.Client) -> None:
     """Goal: the longest visible prefix, never more. Method: a chain of 10, asked for with 5 foreign keys behind."""
     k = keys(10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import signal
@@ -144,6 +145,45 @@ async def test_kill_9_at_every_step(again: Lives, op: str) -> None:
     else:
         raise AssertionError("the node never got through")
     assert at > 10 and (op == "delete" or min(ways.values()) > 0), (at, ways)
+
+
+@pytest.mark.timeout(400)
+async def test_kill_9_at_every_step_of_an_eviction(again: Lives) -> None:
+    """Study, fault test 1, of evict. Goal: durable blocks are there after whatever eviction was cut short, and cache
+    blocks whole, in order, or not at all. Method: a full node kills itself 1, 2, ... steps into the eviction that the
+    next puts cause: before and after each call of store, memory and reply, until it gets through; the next life is
+    read."""
+    k, values = keys(6), blocks(6, 5000)
+    with again.process(host_bytes="16MiB") as node:
+        async with ucxkv.connect(node.address) as kv:
+            assert (await kv.put_many(k, values, "chain", durable=True)).ok
+    died = 0
+    for at in range(1, 40):
+        program = _DIE.replace("DIE_AT", str(at)).replace(
+            'steps[1] |= isinstance(arguments[2], WATCHED)', "pass"
+        ).replace('(Space, "refill"),', '(Space, "refill"), (HostStore, "evict"),').replace(
+            "        step()\n        result", '        steps[1] |= name == "evict"\n        step()\n        result'
+        )  # fmt: skip
+        with again.process(host_bytes="16MiB", program=program) as node:
+            async with ucxkv.connect(node.address) as kv:
+                assert (await kv.get_many(k)).values == [value.tobytes() for value in values]
+                cache = keys(100)
+                with contextlib.suppress(ucxkv.errors.Unavailable):
+                    for i in range(100):
+                        parent = cache[i - 1] if i % 10 else None
+                        status = await kv.put(cache[i], bytes((i,)) * 400_000, parent, deadline_s=10)
+                        if status is PutStatus.UNAVAILABLE:
+                            break
+                        if i % 10 == 9:
+                            found = (await kv.get_many(cache[i - 9 : i + 1])).values
+                            there = [value is not None for value in found]
+                            if node.process.poll() is None:
+                                assert there == sorted(there, reverse=True), "a hole"
+                            assert all(v in (None, bytes((i - 9 + j,)) * 400_000) for j, v in enumerate(found))
+                if node.process.poll() is None and status is not PutStatus.UNAVAILABLE:
+                    break
+                died += 1
+    assert died >= 10, died
 
 
 # ---- who may still write
