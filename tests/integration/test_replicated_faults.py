@@ -19,6 +19,7 @@ from tests.harness import NodeProcess, wait_until
 from tests.integration.programs import DYING, doom
 from tests.integration.replicas import LEASE_MS, SHARDS, Trio, Writer, connected, journal_states
 from ucxkv import DeleteStatus, PutStatus, errors
+from ucxkv.ids import ROOT_KEY
 from ucxkv.sharding import ShardRule
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
@@ -103,11 +104,13 @@ async def test_a_member_that_lost_its_disk_or_the_end_of_its_journal_is_filled_a
 
 
 def _cut(journal: Path, rng: random.Random) -> None:
-    """Take the end of the newest log file that has something in it."""
-    for path in sorted(journal.glob("*.log"), reverse=True) or sorted(journal.iterdir(), reverse=True):
-        used = len(path.read_bytes().rstrip(b"\0")) if path.is_file() and "snapshot" not in path.name else 0
+    """Nothing behind some byte of the newest log file has reached the disk; the file is as long as it was made."""
+    for path in sorted(journal.glob("log-*"), reverse=True):
+        raw = path.read_bytes()
+        used = len(raw.rstrip(b"\0"))
         if used > 8192:
-            os.truncate(path, rng.randrange(used // 2, used))
+            end = rng.randrange(used // 2, used)
+            path.write_bytes(raw[:end] + bytes(len(raw) - end))
             return
     raise AssertionError(f"no log in {sorted(journal.iterdir())}")
 
@@ -226,8 +229,7 @@ async def test_a_long_chain_is_looked_up_while_its_leader_fails(trio: Trio) -> N
     seen = {"certain": 0, "uncertain": 0, "hit": 0, "unavailable": 0}
     async with connected(trio) as kv, connected(trio) as other:
         for at in range(0, 300, 50):
-            parent = chain[at - 1] if at else None
-            parents = [parent, *chain[at : at + 49]]
+            parents = [chain[at - 1] if at else ROOT_KEY, *chain[at : at + 49]]
             done = await kv.put_many(chain[at : at + 50], values[at : at + 50], parents, durable=True, deadline_s=30)
             assert done.ok, done.status
 

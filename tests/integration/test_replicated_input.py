@@ -121,8 +121,9 @@ async def test_a_shards_record_of_a_newer_version_is_left_alone(trio: Trio) -> N
 
 
 async def test_a_member_whose_snapshots_are_corrupt_is_refused_and_filled_anew(trio: Trio) -> None:
-    """Study, fault test 2. Goal: never half a state. Method: a member's snapshots are damaged while it is down: its
-    start says what to do; that is done, the leader gives it all of it again, and it leads when the other one dies."""
+    """Study, fault test 2. Goal: never half a state. Method: a member's snapshots are damaged while it is down: it goes
+    on from its log; then its log's head is damaged too: its start says what to do; that is done, the leader gives it
+    all of it again, and it leads when the other one dies."""
     for name in ("a", "b"):
         trio.start(name, program=SNAPSHOTS)
     await trio.settled(followed=SHARDS)
@@ -132,12 +133,13 @@ async def test_a_member_whose_snapshots_are_corrupt_is_refused_and_filled_anew(t
         journal = trio.state("b") / "journal"
         await wait_until(lambda: list(journal.glob("snapshot-*")), "it wrote a snapshot", 20)
         trio.kill("b")
-        snapshots = [path for path in journal.glob("snapshot-*") if path.suffix != ".tmp"]
-        for path in snapshots:
-            raw = bytearray(path.read_bytes())
-            raw[len(raw) // 2] ^= 1
-            path.write_bytes(raw)
-        with pytest.raises(RuntimeError, match="snapshot"):
+        _damage(*journal.glob("snapshot-*"))
+        trio.start("b")
+        await trio.settled(followed=SHARDS)
+        await writer.check(kv)
+        trio.kill("b")
+        _damage(*journal.glob("snapshot-*"), *journal.glob("log-*"))
+        with pytest.raises(RuntimeError, match=r"damaged.*fix"):
             await asyncio.to_thread(trio.start, "b")
         assert await writer.put(kv, 10) >= 9
         await writer.delete_tails(kv, 3)
@@ -147,6 +149,17 @@ async def test_a_member_whose_snapshots_are_corrupt_is_refused_and_filled_anew(t
     trio.kill("a")
     async with connected(trio) as kv:
         await writer.check(kv)
+
+
+def _damage(*paths: Path) -> None:
+    """Turn a bit in the first block of each file."""
+    assert paths
+    for path in paths:
+        with path.open("r+b") as file:
+            file.seek(20)
+            byte = file.read(1)[0]
+            file.seek(20)
+            file.write(bytes((byte ^ 1,)))
 
 
 async def test_a_node_whose_journal_finds_its_disk_full_gives_its_shards_up(trio: Trio) -> None:

@@ -80,6 +80,7 @@ async def read_blocks(
         got, sizes = await _read_at(router, link, some.tobytes(), part, deadline_ns)
         if router.shards.count and (got == _UNAVAILABLE).any():
             silent.add(link)
+            router.look_for_leaders()  # another may lead by now, and this one may say nothing any more
         status[wanted], lengths[wanted] = got, sizes
         hits = len(got) - int(np.count_nonzero(got))
         if hits:

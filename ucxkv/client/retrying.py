@@ -52,6 +52,8 @@ async def until_decided(
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _PAUSE_MAX_S)
         status[left] = await attempt(keys[left], parents[left], pieces.take(left))
+    if (status == _UNAVAILABLE).any():
+        router.look_for_leaders()  # the one that was asked may say nothing any more: the next call is to find another
     return status
 
 

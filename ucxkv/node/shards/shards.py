@@ -260,6 +260,7 @@ class Shards:
     def _serve_again(self) -> None:
         self._node.begin_epoch(self._node.epoch + 1)
         self._node.lease_until(self._serving_ns())
+        self._node.members_changed()  # a client that waits for a leader which is silent looks here then
 
     @property
     def led(self) -> bytes:
