@@ -3,6 +3,7 @@
 The cores are real and so is the walk; the machine plays their shells, the network and the clients. Checked after each
 step: both cores' own invariants; that each child of a parent elsewhere is pinned there (unless that shard lost memory
 or crashed since); and for every walk that ends, that its answer was exactly what was reachable at one moment within it.
+Study, fault test 10.
 """
 
 from __future__ import annotations

@@ -78,10 +78,14 @@ class Trio:
                 forget(folder)
 
     async def settled(self, followed: int, led: int = SHARDS, seconds: float = 60) -> None:
-        """Wait until all shards are led, and followed this often in all."""
+        """Wait until all shards are led, and followed this often in all, by nodes that the control plane knows as such:
+        one that was asleep may not know yet that it is none.
+        """
 
         async def is_so() -> bool:
             with contextlib.suppress(errors.UcxKvError):
+                if await self._in_sync() != led + followed:
+                    return False
                 async with ucxkv.connect(self.url, timeout_s=2) as kv:
                     reports = await kv.status()
                     return (
@@ -91,6 +95,16 @@ class Trio:
             return False
 
         await wait_until(is_so, f"{led} shards led, {followed} followed", seconds)
+
+    async def _in_sync(self) -> int:
+        """How many in-sync members all shards have together that are registered now."""
+        plane = await open_control(self.url)
+        try:
+            view = await (await Cluster.open(plane)).view()
+        finally:
+            await plane.aclose()
+        alive = {(record.name, record.incarnation) for record in view.members}
+        return sum(member in alive for config, _ in view.shards.values() for member in config.insync)
 
     async def config(self, root: bytes) -> ShardConfig:
         """Who holds the shard of the chain with this root, by the control plane."""
@@ -138,13 +152,13 @@ class Writer:
                 assert status is PutStatus.UNAVAILABLE, status
         return done
 
-    async def delete_tails(self, kv: ucxkv.Client, count: int) -> None:
+    async def delete_tails(self, kv: ucxkv.Client, count: int, deadline_s: float = 20) -> None:
         """Delete the last blocks of some chains."""
         for chain in self.chains:
             if count and len(chain) > 1:
                 count -= 1
                 key = chain[-1]
-                (status,) = (await kv.delete([key], deadline_s=20)).tolist()
+                (status,) = (await kv.delete([key], deadline_s=deadline_s)).tolist()
                 assert status in (ucxkv.DeleteStatus.DELETED, ucxkv.DeleteStatus.UNAVAILABLE), status
                 chain.pop()
                 del self.values[key]

@@ -249,7 +249,9 @@ async def test_parts_of_two_puts_never_mix(inner: list[Node]) -> None:
 
 
 async def test_a_dead_holder_of_parts_makes_misses_never_wrong_bytes(trio: list[NodeProcess]) -> None:
-    """Goal: I2 on a live incarnation. Method: two-part blocks, kill -9 a holder; what has a part there is a miss."""
+    """Study, fault test 9. Goal: I2 on a live incarnation. Method: two-part blocks, kill -9 a holder; what has a part
+    there is a miss.
+    """
     kv = await whole(trio[0].address, timeout_s=3)
     try:
         stored: list[tuple[list[bytes], list[np.ndarray]]] = []

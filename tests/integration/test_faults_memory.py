@@ -37,7 +37,9 @@ async def is_number(kv: ucxkv.Client, name: str, value: float) -> bool:
 
 @pytest.mark.parametrize("path", ["mapped", "message"])
 async def test_a_reader_slower_than_reuse_never_sees_the_other_pattern(path: str) -> None:
-    """User voices 5, 6. Method: small tier, one fills it with ever new patterns, others read old keys all the time."""
+    """Study, fault test 7. User voices 5, 6. Method: small tier, one fills it with ever new patterns, others read old
+    keys all the time.
+    """
     with NodeProcess(host_bytes="16MiB") as node:
         async with ucxkv.connect(node.address) as writer, ucxkv.connect(node.address, path=path) as reader:
             known: dict[bytes, int] = {}

@@ -380,7 +380,9 @@ async def test_two_clients_that_race_for_the_same_slots_never_write_each_others(
 
 
 async def test_sixteen_writers_of_one_key_some_killed(node: NodeProcess) -> None:
-    """User voice 13. Method: 8 processes and 8 clients put one key at once, some are killed; one wins whole."""
+    """Study, fault test 8. User voice 13. Method: 8 processes and 8 clients put one key at once, some are killed; one
+    wins whole.
+    """
     writers = await asyncio.gather(*(asyncio.to_thread(Writer, node.address, WRITER_PATHS[i % 3]) for i in range(8)))
     clients = [await ucxkv.connect(node.address) for _ in range(8)]
     kv = clients[0]

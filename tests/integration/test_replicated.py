@@ -100,8 +100,9 @@ async def test_a_node_that_never_had_the_shard_takes_it_over_whole(trio: Trio) -
 
 
 async def test_a_leader_that_sleeps_past_its_lease_wakes_deposed(trio: Trio) -> None:
-    """Goal: a frozen leader shows nothing stale when it wakes. Method: SIGSTOP past the lease; the other one takes
-    over, deletes and puts; the sleeper wakes, and clients that still know it see the new state alone."""
+    """Study, fault test 3. Goal: a frozen leader shows nothing stale when it wakes. Method: SIGSTOP past the lease; the
+    other one takes over, deletes and puts; the sleeper wakes, and clients that still know it see the new state alone.
+    """
     trio.start("a", "b")
     await trio.settled(followed=4)
     writer = Writer(5)

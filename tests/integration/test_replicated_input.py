@@ -202,8 +202,7 @@ async def test_etcd_compacts_while_the_watch_of_a_node_is_down(tmp_path: Path) -
             trio.nodes["b"].freeze()
             etcd.kill()
             etcd.start()
-            await writer.put(kv, 12)
-            await writer.delete_tails(kv, 2)
+            await writer.put(kv, 12, deadline_s=5)
             plane = await open_control(trio.url, timeout_s=20)
             assert isinstance(plane, EtcdControl)
             revision = (await plane.list(""))[1]
@@ -211,6 +210,7 @@ async def test_etcd_compacts_while_the_watch_of_a_node_is_down(tmp_path: Path) -
             await plane.aclose()
             trio.nodes["b"].thaw()
             await trio.settled(followed=SHARDS)
+            await writer.delete_tails(kv, 2)
             await writer.check(kv)
         trio.kill("a")
         async with connected(trio) as kv:
@@ -248,8 +248,8 @@ async def test_a_node_that_returns_after_its_shards_were_given_away(trio: Trio) 
 
 async def test_a_client_that_slept_over_a_change_of_leaders(trio: Trio) -> None:
     """Goal: an old map of the shards shows nothing old. Method: the client's loop stands still while one node is
-    stopped past its lease, the other one takes over, and another client deletes and puts; the node wakes, then the
-    client: it reads what was deleted and what was put, deletes and puts."""
+    stopped past its lease, the other one takes over, and another client puts; the node wakes, that client deletes, then
+    the first one wakes: it reads what was deleted and what was put, deletes and puts."""
     trio.start("a", "b")
     await trio.settled(followed=SHARDS)
     writer = Writer(28)
@@ -257,9 +257,9 @@ async def test_a_client_that_slept_over_a_change_of_leaders(trio: Trio) -> None:
     async def change() -> None:
         async with connected(trio) as other:
             trio.nodes["a"].freeze()
-            await writer.put(other, 15)
-            await writer.delete_tails(other, 5)
+            await writer.put(other, 15, deadline_s=3)
             trio.nodes["a"].thaw()
+            await writer.delete_tails(other, 5)
 
     async with connected(trio) as kv:
         assert await writer.put(kv, 40) == 40

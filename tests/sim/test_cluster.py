@@ -1,4 +1,7 @@
-"""The simulated cluster: a slice of the seeds, replay, and that each planted bug is found."""
+"""The simulated cluster: a slice of the seeds, replay, and that each planted bug is found.
+
+Study, fault tests 2, 4, 5 (rates), 6, 11, 13 and 16: docs/verification.md.
+"""
 
 from __future__ import annotations
 
