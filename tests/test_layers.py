@@ -35,6 +35,7 @@ LAYERS = {
     "ucxkv.buffers": "values",
     "ucxkv.paged": "values",
     "ucxkv.sizes": "values",
+    "ucxkv.tokens": "values",
     "ucxkv.version": "values",
     "ucxkv.protocol": "cores",
     "ucxkv.directory": "cores",

@@ -46,6 +46,7 @@ from ucxkv.foreign import ForeignKeys, Namespace
 from ucxkv.ids import ROOT_KEY
 from ucxkv.keys import block_keys
 from ucxkv.layout import Layout
+from ucxkv.tokens import Token
 from ucxkv.version import VERSION as __version__
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "ReadStatus",
     "SetupError",
     "StaleError",
+    "Token",
     "UcxKvError",
     "Unavailable",
     "UsageError",

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         View,
     )
     from ucxkv.keys import Keys
+    from ucxkv.tokens import Token
 
 __all__ = ["HeldLease", "SyncClient", "connect"]
 
@@ -120,9 +121,11 @@ class SyncClient:
         """Store n blocks; options as `Client.put_many`."""
         return self._run(self._client.put_many(keys, blocks, parents, **options))
 
-    def get(self, key: bytes, into: object = None, *, deadline_s: float | None = None) -> bytes | int | None:
+    def get(
+        self, key: bytes, into: object = None, *, after: Token | None = None, deadline_s: float | None = None
+    ) -> bytes | int | None:
         """Read one block."""
-        return self._run(self._client.get(key, into, deadline_s=deadline_s))
+        return self._run(self._client.get(key, into, after=after, deadline_s=deadline_s))
 
     def get_many(self, keys: Keys, into: object = None, **options: Any) -> GetResult:
         """Read n blocks; options as `Client.get_many`."""
@@ -136,9 +139,9 @@ class SyncClient:
         """Which blocks are visible now, bool[n]."""
         return self._run(self._client.exists_many(keys))
 
-    def match(self, keys: Keys) -> Match:
+    def match(self, keys: Keys, *, after: Token | None = None) -> Match:
         """The longest visible prefix."""
-        return self._run(self._client.match(keys))
+        return self._run(self._client.match(keys, after=after))
 
     def lease(self, keys: Keys, *, ttl_s: float = 10.0) -> HeldLease:
         """Hold blocks in place."""
@@ -173,6 +176,11 @@ class SyncClient:
     def peers(self) -> list[PeerInfo]:
         """Every known node and the path taken to it."""
         return self._client.peers()
+
+    @property
+    def token(self) -> Token:
+        """See Client.token."""
+        return self._client.token
 
     def stats(self) -> dict[str, int]:
         """Totals of this client."""

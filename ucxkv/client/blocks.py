@@ -21,6 +21,7 @@ from ucxkv.buffers import Pieces, RegisteredBuffer, as_destinations, as_source, 
 from ucxkv.client.ordering import PutOrder
 from ucxkv.client.path import NOT_THERE, OTHERWISE, THREAD_BYTES
 from ucxkv.client.reading import plan, read_blocks
+from ucxkv.client.replicas import read_after
 from ucxkv.client.results import (
     GetResult,
     Part,
@@ -40,15 +41,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ucxkv.client.router import Router
+    from ucxkv.tokens import Token
 
 __all__ = ["BlockCalls"]
 
 _KEYS_MAX = 1 << 20
 _DEADLINE_S_MAX = 86_400.0
-_LIST_PAGE = 1000
 _READ_ATTEMPTS = 8
-_ASSUMED_LOAD_BYTES_S = 8e9
-_LIST_ROUNDS_MAX = 1 << 20
 
 
 class _Forks:
@@ -200,8 +199,9 @@ class BlockCalls:
         if durable and part is not None and part.count > 1:
             raise errors.UsageError("durable=True with part: only whole blocks are durable; put them in one piece")
         if not len(rows):
-            return PutResult(np.empty(0, np.uint8))
-        return PutResult(await self._put(rows, above, pieces, part, deadline_ns, durable))
+            return PutResult(np.empty(0, np.uint8), self._router.seen.token)
+        status = await self._put(rows, above, pieces, part, deadline_ns, durable)
+        return PutResult(status, self._router.seen.token)
 
     async def _put(
         self,
@@ -247,19 +247,24 @@ class BlockCalls:
     # ---- get
 
     @overload
-    async def get(self, key: bytes, *, deadline_s: float | None = None) -> bytes | None: ...
+    async def get(self, key: bytes, *, after: Token | None = None, deadline_s: float | None = None) -> bytes | None: ...
     @overload
-    async def get(self, key: bytes, into: object, *, deadline_s: float | None = None) -> int | None: ...
+    async def get(
+        self, key: bytes, into: object, *, after: Token | None = None, deadline_s: float | None = None
+    ) -> int | None: ...
 
-    async def get(self, key: bytes, into: object = None, *, deadline_s: float | None = None) -> bytes | int | None:
+    async def get(
+        self, key: bytes, into: object = None, *, after: Token | None = None, deadline_s: float | None = None
+    ) -> bytes | int | None:
         """Read one block: its bytes, or with `into` the number of bytes written there. None is a miss (b"" and 0
         are not).
 
-        into: writable, contiguous, exactly as long as the stored value; borrowed until this returns.
-        Raises UsageError when the stored value has another length. Bytes that do not match their sum are a miss.
+        into: writable, contiguous, exactly as long as the stored value; borrowed until this returns. after: see
+        `get_many`. Raises UsageError when the stored value has another length. Bytes that do not match their sum are a
+        miss.
         """
         self._check()
-        fast = self._router.fast_read
+        fast = self._router.fast_read if after is None else None
         if fast is not None and type(key) is bytes and len(key) == KEY_BYTES:
             kind = type(into)
             if (kind is np.ndarray and not into.dtype.hasobject) or kind in _PLAIN:  # type: ignore[attr-defined]
@@ -282,10 +287,10 @@ class BlockCalls:
                     return nbytes
         key = as_key(key)
         if into is None:
-            result = await self.get_many([key], deadline_s=deadline_s)
+            result = await self.get_many([key], after=after, deadline_s=deadline_s)
             return result.values[0] if result.values else None
         result = await self.get_many(
-            [key], into if isinstance(into, (Pieces, RegisteredBuffer)) else [into], deadline_s=deadline_s
+            [key], into if isinstance(into, (Pieces, RegisteredBuffer)) else [into], after=after, deadline_s=deadline_s
         )
         status = ReadStatus(result.status[0])
         if status is ReadStatus.SIZE:
@@ -303,6 +308,7 @@ class BlockCalls:
         *,
         root: bytes | None = None,
         part: Part | None = None,
+        after: Token | None = None,
         deadline_s: float | None = None,
     ) -> GetResult:
         """Read n blocks; each has its own status.
@@ -310,11 +316,15 @@ class BlockCalls:
         into: n destinations as `put_many` takes sources, each exactly as long as the stored value; borrowed until this
         returns; None: the values come back as bytes (a copy more). root: the first key of the chain these belong
         to, spares a search where there are several nodes; where the directory has shards only the leader of its shard
-        is asked. part: read this part of each block.
+        is asked. part: read this part of each block. after: any replica of the shard may answer, the nearest first,
+        whose state has all that this token names; a block that none of them has is asked of the leader, and is
+        UNAVAILABLE where there is none. Raises UsageError where there are no shards, and with part.
         """
         rows = self._keys(keys)
         deadline_ns = self._deadline(deadline_s)
         n = len(rows)
+        if after is not None and part is not None and part.count > 1:
+            raise errors.UsageError("after= with part: only whole blocks have replicas; leave one of them out")
         if part is not None and part.index:
             raw = rows.tobytes()
             whole = b"".join(part_key(raw[i : i + 16], part.index, part.count) for i in range(0, len(raw), 16))
@@ -325,12 +335,18 @@ class BlockCalls:
             return GetResult(np.empty(0, np.uint8), np.empty(0, np.uint64), [] if into is None else None)
         self._busy += 1
         try:
-            if into is None:
-                result = await self._get_values(rows, root, deadline_ns)
+            pieces = None if into is None else as_destinations(into, n)
+
+            async def at_leaders(keys: npt.NDArray[np.uint8], to: Pieces | None) -> GetResult:
+                if to is None:
+                    return await self._get_values(keys, root, deadline_ns)
+                status, lengths, sources = await read_blocks(self._router, keys, to, root, deadline_ns)
+                return GetResult(status, lengths, None, sources)
+
+            if after is None:
+                result = await at_leaders(rows, pieces)
             else:
-                pieces = as_destinations(into, n)
-                status, lengths, sources = await read_blocks(self._router, rows, pieces, root, deadline_ns)
-                result = GetResult(status, lengths, None, sources)
+                result = await read_after(self._router, rows, root, after, pieces, deadline_ns, at_leaders)
         finally:
             self._leave()
         self._count_reads(result)

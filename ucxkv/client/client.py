@@ -16,7 +16,17 @@ from ucxkv.client.blocks import BlockCalls
 from ucxkv.client.holding import Lease, View
 from ucxkv.client.mapped import MappedPath
 from ucxkv.client.reading import plan
-from ucxkv.client.results import ConnectionInfo, DeleteStatus, KeyInfo, Match, NodeStatus, PeerInfo, ReadStatus
+from ucxkv.client.replicas import match_after
+from ucxkv.client.results import (
+    ConnectionInfo,
+    DeleteStatus,
+    KeyInfo,
+    Match,
+    NodeStatus,
+    PeerInfo,
+    ReadStatus,
+    match_of,
+)
 from ucxkv.directory import NotServed
 from ucxkv.keys import Keys, as_key
 from ucxkv.protocol import messages as m
@@ -30,12 +40,12 @@ if TYPE_CHECKING:
     from ucxkv.client.link import NodeLink
     from ucxkv.layout import Layout
     from ucxkv.sequence import Sequence
+    from ucxkv.tokens import Token
 
 __all__ = ["Client"]
 
 _LIST_PAGE = 1000
 _NOTHING = np.zeros(0, np.uint8), np.zeros(0, np.uint64), np.zeros(0, np.uint8)
-_ASSUMED_LOAD_BYTES_S = 8e9
 
 
 class Client(BlockCalls):
@@ -81,13 +91,19 @@ class Client(BlockCalls):
                     continue
         return out
 
-    async def match(self, keys: Keys, *, deadline_s: float | None = None) -> Match:
+    async def match(self, keys: Keys, *, after: Token | None = None, deadline_s: float | None = None) -> Match:
         """The longest visible prefix of a chain whose keys are given in order, root first. `Match.is_certain` is False
         where a node that may hold more of it did not answer: with shards, the leader of the root's shard, which alone
-        is asked.
+        is asked. after: see `get_many`; a replica that has all of the keys answers, else the leader, else the longest
+        that a replica has is told.
         """
         rows = self._keys(keys)
         deadline_ns = self._deadline(deadline_s)
+        if after is not None and len(rows):
+            return await match_after(self._router, rows, after, deadline_ns, lambda: self._match(rows, deadline_ns))
+        return await self._match(rows, deadline_ns)
+
+    async def _match(self, rows: npt.NDArray[np.uint8], deadline_ns: int) -> Match:
         best: tuple[int, NodeLink | None] = (0, None)
         is_certain = bool(self._router.links)
         if len(rows):
@@ -114,8 +130,7 @@ class Client(BlockCalls):
                 is_certain = False
         gone = np.flatnonzero(found == 0)
         blocks = int(gone[0]) if len(gone) else len(found)
-        load_s = sizes[:blocks].astype(np.float64) / _ASSUMED_LOAD_BYTES_S
-        return Match(blocks, tiers[:blocks].copy(), load_s, is_certain)
+        return match_of(sizes[:blocks].astype(np.float64), tiers[:blocks], is_certain=is_certain)
 
     # ---- holding and removing
 
@@ -187,6 +202,7 @@ class Client(BlockCalls):
                 answer = await link.ask(m.Delete(keys=rows[wanted].tobytes(), epoch=link.epoch), deadline_ns)
                 if not isinstance(answer, m.Statuses) or len(answer.status) != len(wanted):
                     raise errors.Unavailable("the node's answer to a delete does not fit it", node=link.name)
+                link.saw(answer.token)
             except errors.Unavailable:
                 out[wanted] = DeleteStatus.UNAVAILABLE
                 continue
@@ -222,6 +238,14 @@ class Client(BlockCalls):
     def peers(self) -> list[PeerInfo]:
         """Every known node and the path taken to it."""
         return self._router.peers()
+
+    @property
+    def token(self) -> Token:
+        """All that this client has seen in the logs of a cluster's shards: its durable puts, its deletes, and its reads
+        that named a token; other reads, and blocks of the cache class, add nothing. Empty without shards. A read
+        `after` it, by this client or another's, shows at least that.
+        """
+        return self._router.seen.token
 
     def stats(self) -> dict[str, int]:
         """Totals of this client: gets = hits + misses + stale + corrupt + errors."""

@@ -92,6 +92,10 @@ class ShardMap:
         if name in self._turn:
             self._turn[name] = 0
 
+    def shard(self, root: bytes) -> int:
+        """The shard of the chain that starts with `root`; not to be asked without shards."""
+        return self._rule.own(root)
+
     def leader(self, root: bytes) -> str:
         """The node that leads the shard of the chain that starts with `root`, by its own word; "" for none."""
         return self._leader(self._rule.own(root))

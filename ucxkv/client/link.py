@@ -22,10 +22,11 @@ from ucxkv.client.putter import Putter
 from ucxkv.dial import ask, mapped_error
 from ucxkv.protocol import MessageError, decode, encode
 from ucxkv.protocol import messages as m
+from ucxkv.tokens import Point, Token
 from ucxkv.transport.base import TransportError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from ucxkv.client.path import Path
     from ucxkv.protocol import Message
@@ -63,6 +64,10 @@ class NodeLink:
         """The one in which it leads what it said that it leads; 0 without shards."""
         self.led = led_shards(welcome)
         """Shards that the node leads in the epoch it was welcomed in, one bit each."""
+        self.on_seen: Callable[[Iterable[Point]], None] | None = None
+        """Told how far the logs of shards are that answers of this node showed."""
+        self.slow_until_ns = 0
+        """Reads that others can answer as well pass this node over until then: it did not answer in time."""
         self.is_alive = True
         self.is_leaving = False
         """Nothing begins here any more, and what runs may end: `wait_quiet`, then `close`."""
@@ -112,6 +117,14 @@ class NodeLink:
                 self.connection.send(message.CODE, encode(message))
             except TransportError as exc:
                 raise mapped_error(exc, self.name) from exc
+
+    def saw(self, token: bytes) -> None:
+        """An answer showed this (`ucxkv.tokens`; empty: nothing that a log has). Raises Unavailable for no token."""
+        if token and self.on_seen is not None:
+            try:
+                self.on_seen(Token.from_bytes(token).points)
+            except errors.UsageError as exc:
+                raise errors.Unavailable(f"the node's answer names no token: {exc.message}", node=self.name) from exc
 
     # ---- what was read, so that the node's policy knows
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from ucxkv import errors
-from ucxkv.client.path import THREAD_BYTES, U8, U16, U64, ReadInto, chunk_bounds, pieces_iov
+from ucxkv.client.path import THREAD_BYTES, U8, U16, U64, Fetch, ReadInto, chunk_bounds, pieces_iov
 from ucxkv.client.results import PathKind
 from ucxkv.directory import CancelFlag, NotServed, ReadStatus, Serving, SlotReader, SlotTableError
 from ucxkv.tiers import copy as tier_copy
@@ -75,6 +75,8 @@ class MappedPath:
             for fd in fds:
                 os.close(fd)
         self.read_into: ReadInto | None = self._reader.into_reader(THREAD_BYTES)
+        """See Path."""
+        self.fetch: Fetch | None = self._fetch
         """See Path."""
         self.contains = self._reader.contains
         """(key) -> whether it is visible; not for a closed path. Raises NotServed: call `refused`."""
@@ -176,6 +178,31 @@ class MappedPath:
         """See Path."""
         with self._noticing():
             return self._reader.match(keys)
+
+    async def _fetch(self, pieces: Pieces, offsets: U64, sums: U64, deadline_ns: int | None) -> U8:
+        """See Fetch."""
+        if self._is_closed:
+            raise errors.Unavailable("the node is gone")
+        status = np.full(len(pieces), ReadStatus.STALE, np.uint8)
+        size = np.uint64(self.segments[0].size_bytes)
+        if (offsets > size).any() or (pieces.nbytes > size - offsets).any():
+            raise errors.Unavailable("the node named a place outside of its memory")
+        for begin, end in itertools.pairwise(chunk_bounds(pieces.nbytes)):
+            part = pieces.run(begin, end)
+            iov = np.empty(end - begin, tier_copy.IOV_DTYPE)
+            words = iov.view(np.uint64).reshape(-1, 2)
+            words[:, 0], words[:, 1] = self._bases[0] + offsets[begin:end], part.nbytes
+            to, found, flag = np.ascontiguousarray(part.addr), np.empty(end - begin, np.uint64), tier_copy.CancelFlag()
+            copy = partial(tier_copy.gather, np.arange(end - begin + 1, dtype=np.uint32), iov, to, found, flag)
+            if part.total_bytes > THREAD_BYTES:
+                await self._in_thread(copy, flag.set)
+            else:
+                copy()
+                await asyncio.sleep(0)
+            status[begin:end] = np.where(found == sums[begin:end], np.uint8(ReadStatus.HIT), status[begin:end])
+            if self._is_closed:
+                break
+        return status
 
     def view(self, key: bytes) -> tuple[Found, memoryview | None]:
         """Where one block lies, and its bytes, read-only; they stay put only under a lease."""

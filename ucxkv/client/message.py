@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucxkv import errors
-from ucxkv.client.path import U8, U16, U64, ReadInto, sums_of
+from ucxkv.client.path import U8, U16, U64, Fetch, ReadInto, sums_of
 from ucxkv.client.results import PathKind, ReadStatus
 from ucxkv.dial import ask, mapped_error
 from ucxkv.protocol import messages as m
@@ -276,6 +276,8 @@ class MessagePath:
         """See Path."""
         client.on_other_epoch = self._leave_epoch
         self.read_into: ReadInto | None = client.into_reader()
+        """See Path."""
+        self.fetch: Fetch | None = None
         """See Path."""
         self._write_one = client.value_writer()
 

@@ -30,6 +30,10 @@ ReadInto: TypeAlias = Callable[[bytes, Any, int], int | Awaitable[int]]
 An awaitable of the same where the answer takes time. TypeError, ValueError or BufferError for other memory."""
 OTHERWISE, NOT_THERE = -1, -2
 
+Fetch: TypeAlias = Callable[["Pieces", U64, U64, int | None], Awaitable[U8]]
+"""(destinations of n values, one piece each; offsets in the node's own segment; sums; deadline_ns) -> u8[n]: HIT, or
+STALE where the bytes there have another sum. Raises Unavailable."""
+
 INLINE_BYTES = 4 << 20
 """Bytes moved on the event loop before it gets a turn: a third of a millisecond, and about what the cache holds."""
 THREAD_BYTES = 8 << 20
@@ -91,6 +95,9 @@ class Path(Protocol):
     What it says there is no answer: a status is UNAVAILABLE, a call raises Unavailable."""
     read_into: ReadInto | None
     """The short way to read one value; None where there is none. Not to be called once the path is closed."""
+
+    fetch: Fetch | None
+    """Brings bytes from where the node says that they lie; None where the node's memory is not in reach."""
 
     async def read(self, keys: bytes, pieces: Pieces, deadline_ns: int | None) -> tuple[U8, U64]:
         """Read n blocks into their destinations: (ReadStatus u8[n], stored lengths u64[n])."""

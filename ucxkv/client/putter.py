@@ -52,8 +52,6 @@ class Putter:
         self._name = link.name
         self._loop = asyncio.get_running_loop()
         self.grants = GrantCache()
-        self.last_token = (0, 0, 0)
-        """(shard, epoch, index) of the newest answer: a Lamport token for session guarantees."""
         self._granting = asyncio.Lock()
         self._is_open = True
         self._last_put = 0.0
@@ -298,7 +296,7 @@ class Putter:
         answer = await answer_to(self._connection, future, self._name)
         if not isinstance(answer, m.PutDone) or len(answer.status) != n:
             raise errors.Unavailable("the node's answer to a put does not fit it", node=self._name)
-        self.last_token = (answer.shard, answer.epoch, answer.index)
+        self._link.saw(answer.token)
         if answer.refill_capacity:
             self.grants.learn(length, answer.refill_capacity)
             self.grants.add(answer.refill_capacity, answer.refill_regions, answer.refill_offsets)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ucxkv.directory import DeleteStatus, PutStatus, ReadStatus
 from ucxkv.errors import Overloaded, Unavailable, UsageError
+from ucxkv.tokens import NOTHING_SEEN, Token
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,6 +33,7 @@ __all__ = [
     "ReadStatus",
 ]
 
+_ASSUMED_LOAD_BYTES_S = 8e9
 _STORED_OR_ALREADY = (PutStatus.STORED, PutStatus.ALREADY, PutStatus.SEALED)
 
 
@@ -60,11 +62,15 @@ class Part:
 class PutResult:
     """One PutStatus a key, in the order of the call.
 
+    token: all that the client has seen in the cluster's logs by then, its durable blocks of this call among it: a read
+    `after` it shows them. Blocks of the cache class are in no log.
+
     With `part`, SEALED: this part is in. The block becomes visible when all its parts and those of the blocks before
     it in the chain are in, at the latest at the deadline of the put that began it; else it is dropped, as a whole.
     """
 
     status: U8
+    token: Token = NOTHING_SEEN
 
     @property
     def stored(self) -> int:
@@ -211,6 +217,11 @@ class NodeStatus:
             return self.numbers[name]
         except KeyError:
             raise AttributeError(f"a node reports no {name!r}; known: {', '.join(sorted(self.numbers))}") from None
+
+
+def match_of(sizes: npt.NDArray[np.float64], tiers: U8, *, is_certain: bool = False) -> Match:
+    """A match of blocks of these sizes in bytes."""
+    return Match(len(tiers), tiers.copy(), sizes / _ASSUMED_LOAD_BYTES_S, is_certain)
 
 
 def merged_sources(parts: Iterable[dict[str, int]]) -> dict[str, int]:

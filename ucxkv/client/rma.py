@@ -23,6 +23,7 @@ from ucxkv.client.message import MessagePath
 from ucxkv.client.path import INLINE_BYTES, U8, U64, chunk_bounds, pieces_iov
 from ucxkv.client.results import PathKind, ReadStatus
 from ucxkv.dial import mapped_error
+from ucxkv.errors import Unavailable
 from ucxkv.tiers import copy as tier_copy
 from ucxkv.transport.base import TransportError
 from ucxkv.transport.data import DataClient
@@ -48,6 +49,7 @@ class RmaPath(MessagePath):
         super().__init__(engine, client, over)
         self._reader = reader
         self.read_into = None  # it would go by message
+        self.fetch = self._fetch_at
 
     async def _read(self, keys: bytes, pieces: Pieces, deadline_ns: int | None) -> tuple[U8, U64]:
         if not pieces.is_flat:  # scattered values go by message, which gathers them in C
@@ -70,6 +72,15 @@ class RmaPath(MessagePath):
             again = b"".join(keys[16 * i : 16 * i + 16] for i in stale.tolist())
             status[stale], lengths[stale] = await super()._read(again, pieces.take(stale), deadline_ns)
         return status, lengths
+
+    async def _fetch_at(self, pieces: Pieces, offsets: U64, sums: U64, deadline_ns: int | None) -> U8:
+        """See Fetch."""
+        if self._is_closed:
+            raise Unavailable("the node is gone")
+        try:
+            return await self._fetch(pieces, offsets, sums, deadline_ns)
+        except TransportError as exc:
+            raise mapped_error(exc) from exc
 
     async def _fetch(self, pieces: Pieces, offsets: U64, sums: U64, deadline_ns: int | None) -> U8:
         """Bring the bytes, about 4 MiB at a time, and prove them: u8[n]; the loop gets a turn in between."""

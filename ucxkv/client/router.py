@@ -23,6 +23,7 @@ from ucxkv.ids import NodeId
 from ucxkv.placement import Members, home, home_indices
 from ucxkv.protocol import MessageError, decode
 from ucxkv.protocol import messages as m
+from ucxkv.tokens import Seen
 from ucxkv.transport.ranking import Source, rank_sources
 from ucxkv.whereabouts import process_identity
 
@@ -65,6 +66,8 @@ class Router:
         self._looking: dict[str, asyncio.Task[None]] = {}
         self.shards = ShardMap()
         """Who leads which shard; empty where the directory has none."""
+        self.seen = Seen()
+        """How far in the logs of shards the answers to this client were."""
         self._members: Members | None = None
         self._homes: dict[bytes, str] = {}
         self._nearest: list[NodeLink] = []
@@ -121,6 +124,7 @@ class Router:
             link.close()
             raise
         self.links[link.name] = link
+        link.on_seen = self.seen.take
         self._reported[link.name] = link.welcome.members
         self.look_for_leaders(self.shards.behind())
         self._changed()
@@ -310,6 +314,11 @@ class Router:
             return [self.sole]
         first = self.links.get(self._homes.get(key, "")) or self.home_link(key)
         return self._nearest if first is None else [first, *(link for link in self._nearest if link is not first)]
+
+    @property
+    def nearest(self) -> list[NodeLink]:
+        """All reachable nodes, by nearness."""
+        return self._nearest
 
     def links_of(self, root: bytes) -> list[NodeLink]:
         """The nodes to ask for a chain that starts with `root`, in order. With shards: its shard's leader alone, so

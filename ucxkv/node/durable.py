@@ -23,7 +23,7 @@ import structlog
 from ucxkv import errors
 from ucxkv.directory import events
 from ucxkv.directory.log import COMMIT_DTYPE, commits, epoch_record, leaves
-from ucxkv.node.staging import Staging, Waiting
+from ucxkv.node.staging import Outcome, Staging, Waiting
 from ucxkv.protocol import messages as m
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class DurableLog(Staging):
 
     # ---- what sessions ask
 
-    def put(self, session: Session, request: m.Put, now_ns: int) -> asyncio.Future[bytes]:
+    def put(self, session: Session, request: m.Put, now_ns: int) -> asyncio.Future[Outcome]:
         """See Staging."""
         offsets = self.take(session, request)
         if self.failed is not None:
@@ -105,7 +105,7 @@ class DurableLog(Staging):
             return self.known(staged)
         return self._log(staged, commits(staged.rows))
 
-    def delete(self, request: m.Delete, now_ns: int) -> asyncio.Future[bytes]:
+    def delete(self, request: m.Delete, now_ns: int) -> asyncio.Future[Outcome]:
         """See Staging."""
         reply = self._store.handle(events.Delete(request.keys), now_ns)
         status = reply.status.tobytes()
@@ -116,7 +116,7 @@ class DurableLog(Staging):
             raise self._failure()
         return self._log(self.wait_for(reply.batch, [], status), leaves(reply.left))
 
-    def _log(self, staged: Waiting, records: Iterator[bytes]) -> asyncio.Future[bytes]:
+    def _log(self, staged: Waiting, records: Iterator[bytes]) -> asyncio.Future[Outcome]:
         named = list(records)
         try:
             lsn = self._journal.append(self._store.epoch, named) if named else self._journal.last_lsn

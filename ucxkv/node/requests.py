@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from ucxkv.node.node import Node
     from ucxkv.node.shards import Shards
-    from ucxkv.node.staging import Staging
+    from ucxkv.node.staging import Outcome, Staging
     from ucxkv.transport.control import Message as ControlMessage
 
 __all__ = ["Requests"]
@@ -155,6 +155,8 @@ class Requests:
                 return self._store.list_keys(request)
             case m.GetStatus():
                 return self._node.report()
+            case m.ReadAt():
+                return self._read_at(request)
             case m.GetRegions():
                 return m.Regions(regions=self._store.regions())
             case m.GetMembers():
@@ -252,7 +254,7 @@ class Requests:
         self._revoke(session.id, request.offsets)
         return self._store.put_part(session.id, request, None, time.monotonic_ns())
 
-    def _staged(self, session: Session, request: m.Put) -> asyncio.Future[bytes]:
+    def _staged(self, session: Session, request: m.Put) -> asyncio.Future[Outcome]:
         """A durable put's place in the log is that of its message: it is staged before the next one is looked at."""
         if self._durable is None:
             self._take_back(session, request.offsets)
@@ -262,12 +264,12 @@ class Requests:
         self._revoke(session.id, request.offsets)
         return self._durable.put(session, request, time.monotonic_ns())
 
-    async def _put_durably(self, session: Session, staged: asyncio.Future[bytes], request: m.Put) -> Message:
-        status = await staged
+    async def _put_durably(self, session: Session, staged: asyncio.Future[Outcome], request: m.Put) -> Message:
+        status, token = await staged
         if session.id not in self._node.sessions:
             raise _ended()
         index = self._store.directory.generation
-        answer = self._store.put_done(session.id, request, status, index, 0, time.monotonic_ns())
+        answer = self._store.put_done(session.id, request, status, index, 0, time.monotonic_ns(), token)
         self._lend(session, answer.refill_capacity, answer.refill_offsets)
         return self._acknowledged(answer)
 
@@ -309,17 +311,26 @@ class Requests:
             return self._store.delete(request.keys, time.monotonic_ns())
         staged = None if durable.waits_delete(request) else durable.delete(request, time.monotonic_ns())
         if staged is not None and staged.done():
-            return m.Statuses(status=staged.result())
+            return _statuses(staged.result())
         self._later(message, session, self._deleted(session, request, staged))
         return None
 
-    async def _deleted(self, session: Session, request: m.Delete, staged: asyncio.Future[bytes] | None) -> Message:
+    async def _deleted(self, session: Session, request: m.Delete, staged: asyncio.Future[Outcome] | None) -> Message:
         assert self._durable is not None
         if staged is None:
             await self._durable.until_free(request)
             self._still_led(session, request)
             staged = self._durable.delete(request, time.monotonic_ns())
-        return self._acknowledged(m.Statuses(status=await staged))
+        return self._acknowledged(_statuses(await staged))
+
+    def _read_at(self, request: m.ReadAt) -> m.FoundAt:
+        if self._node.cluster is None:
+            raise errors.UsageError(
+                "this node has no shards, and no blocks but those that it shows; read without a token"
+            )
+        if self._shards is None:
+            raise errors.Unavailable("this node has just begun")
+        return self._shards.read_at(request)
 
     def _lend(self, session: Session, capacity: int, offsets: bytes) -> None:
         if self._service.serves(session.id):
@@ -385,6 +396,10 @@ class Requests:
         done = self._store.put_part(session.id, request, owner, time.monotonic_ns())
         self._node.tell_surrendered(self._store.adoption.take_surrendered())
         return self._acknowledged(done)
+
+
+def _statuses(outcome: Outcome) -> m.Statuses:
+    return m.Statuses(outcome.status, outcome.token.to_bytes() if outcome.token else b"")
 
 
 def _ended() -> errors.Unavailable:

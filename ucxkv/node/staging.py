@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from ucxkv.directory import PutStatus, events
 from ucxkv.directory.log import COMMIT_DTYPE
 from ucxkv.node.space import u64s
 from ucxkv.protocol import messages as m
+from ucxkv.tokens import NOTHING_SEEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,10 +30,20 @@ if TYPE_CHECKING:
     from ucxkv.directory.slots import Records
     from ucxkv.node.session import Session
     from ucxkv.node.store import HostStore
+    from ucxkv.tokens import Token
 
-__all__ = ["Staging", "Waiting"]
+__all__ = ["Outcome", "Staging", "Waiting"]
 
 _NO_ROWS = np.empty(0, COMMIT_DTYPE)
+
+
+class Outcome(NamedTuple):
+    """What a durable put or delete came to. status: one byte a key; token: the log's entries that made it so, where the
+    log is a shard's.
+    """
+
+    status: bytes
+    token: Token = NOTHING_SEEN
 
 
 @dataclass(slots=True, eq=False)
@@ -44,13 +55,13 @@ class Waiting:
     batch: int
     offsets: list[int]
     status: bytes
-    done: asyncio.Future[bytes]
+    done: asyncio.Future[Outcome]
     rows: Records
 
-    def answer(self, status: bytes) -> None:
+    def answer(self, status: bytes, token: Token = NOTHING_SEEN) -> None:
         """Whoever asked is told."""
         if not self.done.done():
-            self.done.set_result(status)
+            self.done.set_result(Outcome(status, token))
 
     def refuse(self, why: errors.UcxKvError) -> None:
         """Whoever asked is told that it is not so."""
@@ -73,15 +84,15 @@ class Staging(abc.ABC):
     # ---- what sessions ask
 
     @abc.abstractmethod
-    def put(self, session: Session, request: m.Put, now_ns: int) -> asyncio.Future[bytes]:
-        """Stage a durable put, now; the future brings its PutStatus bytes.
+    def put(self, session: Session, request: m.Put, now_ns: int) -> asyncio.Future[Outcome]:
+        """Stage a durable put, now; the future brings its PutStatus.
 
         Raises JournalFailed, StaleError, Overloaded, NotLeader; its extents are used up all the same.
         """
 
     @abc.abstractmethod
-    def delete(self, request: m.Delete, now_ns: int) -> asyncio.Future[bytes]:
-        """Stage or carry out a delete, now; the future brings its DeleteStatus bytes. Raises JournalFailed when durable
+    def delete(self, request: m.Delete, now_ns: int) -> asyncio.Future[Outcome]:
+        """Stage or carry out a delete, now; the future brings its DeleteStatus. Raises JournalFailed when durable
         blocks are among them and cannot be logged as gone; then nothing is deleted.
         """
 
@@ -141,10 +152,10 @@ class Staging(abc.ABC):
         one = self._waiting[batch] = Waiting(batch, offsets, status, self._loop.create_future(), rows)
         return one
 
-    def known(self, status: bytes) -> asyncio.Future[bytes]:
+    def known(self, status: bytes, token: Token = NOTHING_SEEN) -> asyncio.Future[Outcome]:
         """An answer that waits for nothing."""
-        done: asyncio.Future[bytes] = self._loop.create_future()
-        done.set_result(status)
+        done: asyncio.Future[Outcome] = self._loop.create_future()
+        done.set_result(Outcome(status, token))
         return done
 
     def placed(self, rows: Records) -> Records:
@@ -154,7 +165,7 @@ class Staging(abc.ABC):
             rows[name] = places[name]
         return rows
 
-    def settle(self, batch: int) -> events.SettleReply:
+    def settle(self, batch: int, token: Token = NOTHING_SEEN) -> events.SettleReply:
         """The log has it: show it, and answer. What could not be shown is to be logged as gone."""
         one, store = self._waiting.pop(batch), self._store
         reply = store.handle(events.Settle(batch), time.monotonic_ns())
@@ -163,7 +174,7 @@ class Staging(abc.ABC):
             status = reply.status.tobytes()
             stored = [offset for offset, st in zip(one.offsets, _of_stored(one.status, status), strict=True) if st]
             store.slabs.free(stored)
-        one.answer(status)
+        one.answer(status, token)
         return reply
 
     def abandon(self, one: Waiting) -> None:

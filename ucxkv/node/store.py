@@ -33,12 +33,14 @@ from ucxkv.policy import LruPolicy
 from ucxkv.protocol import messages as m
 from ucxkv.tiers import copy as tier_copy
 from ucxkv.tiers.segments import HostSegment
+from ucxkv.tokens import NOTHING_SEEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from ucxkv.node.config import NodeConfig
     from ucxkv.node.state import NodeMemory
+    from ucxkv.tokens import Token
 
 __all__ = ["HostStore"]
 
@@ -95,6 +97,8 @@ class HostStore:
         self.directory.reader.map_region(OWN_SEGMENT, self.segment.address, self.segment.size_bytes)
         self.held_elsewhere: Callable[[], Iterable[int]] = tuple
         """Offsets of own extents that are in other hands than those of this module: the shards'. For `check`."""
+        self.has_shards = False
+        """Its durable blocks are in the logs of shards, and answers say where; the cache class is in none."""
         self.counts = {
             "puts": 0,
             "evicted": 0,
@@ -155,23 +159,41 @@ class HostStore:
         return self.put_done(session, request, status, reply.index, reply.retry_after_ns, now_ns)
 
     def put_done(
-        self, session: int, request: m.Put, status: bytes, index: int, retry_after_ns: int, now_ns: int
+        self,
+        session: int,
+        request: m.Put,
+        status: bytes,
+        index: int,
+        retry_after_ns: int,
+        now_ns: int,
+        token: Token = NOTHING_SEEN,
     ) -> m.PutDone:
-        """The answer to a put, with the new extents that it asked for."""
+        """The answer to a put, with the new extents that it asked for. index: without shards; token: with them."""
         capacity, offsets = 0, list[int]()
         if request.refill_length:
             count = request.refill_count or len(request.offsets) // 8
             capacity, offsets = self.space.refill(session, request.refill_length, count, now_ns)
+        shard, epoch, index = self._entry(index, token)
         return m.PutDone(
             status=status,
-            shard=0,
-            epoch=self.epoch,
+            shard=shard,
+            epoch=epoch,
             index=index,
             refill_capacity=capacity,
             refill_regions=bytes(2 * len(offsets)),
             refill_offsets=u64(offsets),
             retry_after_ms=-(-retry_after_ns // 1_000_000),
+            token=token.to_bytes() if token else b"",
         )
+
+    def _entry(self, index: int, token: Token = NOTHING_SEEN) -> tuple[int, int, int]:
+        """What made a put so, as PutDone says it."""
+        if not self.has_shards:
+            return 0, self.epoch, index
+        if len(token.points) != 1:
+            return 0, 0, 0
+        (point,) = token.points
+        return point.shard, point.epoch, point.index
 
     def put_part(self, session: int, request: m.PutPart, owner: m.MemberInfo | None, now_ns: int) -> m.PutDone:
         """Seal parts. owner: the node that lent and has handed over the extents; None: this one, they are still
@@ -207,7 +229,7 @@ class HostStore:
         in_use = (PutStatus.STORED, PutStatus.SEALED)
         places = zip(np.frombuffer(regions, np.uint16).tolist(), offsets, status, strict=True)
         self.adoption.free((region, offset) for region, offset, st in places if st not in in_use)
-        return m.PutDone(status, 0, self.epoch, reply.index, retry_after_ms=-(-reply.retry_after_ns // 1_000_000))
+        return m.PutDone(status, *self._entry(reply.index), retry_after_ms=-(-reply.retry_after_ns // 1_000_000))
 
     # ---- what else clients ask
 

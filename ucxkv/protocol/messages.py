@@ -12,7 +12,7 @@ Arrays travel as raw little-endian bytes so that nothing is boxed a key: `keys` 
 | client -> node | OpenData -> DataOpened; Grant -> Granted; Put, PutPart -> PutDone; LeaseKeys -> Leased; Renew,
 Release
 -> Done; Delete
--> Statuses |
+-> Statuses; ReadAt -> FoundAt |
 | client -> node | ListKeys -> KeyPage; GetStatus -> NodeReport; GetConnections -> Connections; GetRegions -> Regions;
 GetMembers, Join -> Members |
 | client -> node, one way | ChosenPath, Touch, Return, Damaged, Bye |
@@ -36,6 +36,8 @@ from ucxkv.protocol.between_nodes import Reclaim as Reclaim
 from ucxkv.protocol.between_nodes import Replicate as Replicate
 from ucxkv.protocol.between_nodes import Surrender as Surrender
 from ucxkv.protocol.between_nodes import Values as Values
+from ucxkv.protocol.by_token import FoundAt as FoundAt
+from ucxkv.protocol.by_token import ReadAt as ReadAt
 
 
 class Failure(Message, frozen=True):
@@ -211,7 +213,12 @@ class PutPart(Message, frozen=True):
 
 
 class PutDone(Message, frozen=True):
-    """One PutStatus a block, and the Lamport token of the call. `refill_*` as in Granted."""
+    """One PutStatus a block, and how far the node's log is with it. `refill_*` as in Granted.
+
+    shard, epoch, index: of a durable put in one shard, the entry that made it so; of one without shards, the table's
+    epoch and generation; else 0. token: all entries that made it so (`ucxkv.tokens`); empty for a put of the cache
+    class, which no log has.
+    """
 
     CODE: ClassVar[int] = 14
     status: bytes
@@ -222,6 +229,7 @@ class PutDone(Message, frozen=True):
     refill_regions: bytes = b""
     refill_offsets: bytes = b""
     retry_after_ms: UInt = 0
+    token: bytes = b""
 
 
 class Touch(Message, frozen=True):
@@ -280,10 +288,11 @@ class Delete(Message, frozen=True):
 
 
 class Statuses(Message, frozen=True):
-    """One u8 a key; the meaning depends on the request."""
+    """One u8 a key; the meaning depends on the request. token: of a delete in shards, as in PutDone."""
 
     CODE: ClassVar[int] = 23
     status: bytes
+    token: bytes = b""
 
 
 class ListKeys(Message, frozen=True):

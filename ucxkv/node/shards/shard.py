@@ -40,6 +40,7 @@ from ucxkv.replication import Kind, Member, Recovered, Replica, Role, Timing
 from ucxkv.replication import events as ev
 from ucxkv.replication.log import decode_entry
 from ucxkv.replication.messages import Append, ReplicaMessage, SnapshotPart
+from ucxkv.tokens import Point
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -255,6 +256,14 @@ class Shard:
         return out + [entry_record(number, self.pending[index]) for index in sorted(self.pending)]
 
     # ---- the state
+
+    @property
+    def applied(self) -> Point:
+        """How far the log is applied here."""
+        replica = self.replica
+        epoch = replica.log.epoch_at(replica.watermark)
+        assert epoch is not None
+        return Point(self.number, epoch, replica.watermark)
 
     def rows(self) -> Records:
         """The durable blocks as of the last entry applied, with this node's places, parents first."""

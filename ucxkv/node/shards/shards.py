@@ -23,17 +23,19 @@ from ucxkv.control import Conflict, OutcomeUnknown
 from ucxkv.directory import PutStatus, events
 from ucxkv.directory.log import COMMIT_DTYPE
 from ucxkv.ids import KEY_BYTES, ROOT_KEY
+from ucxkv.node.shards.answering import answer
 from ucxkv.node.shards.feeding import Feeder
 from ucxkv.node.shards.journaling import ShardJournal
 from ucxkv.node.shards.records import ABSENT_REGION
 from ucxkv.node.shards.shard import Shard
-from ucxkv.node.shards.wishing import Wishes
+from ucxkv.node.shards.wishing import Wishes, waiting_for
 from ucxkv.node.shards.writes import ShardWrites
 from ucxkv.node.space import Place
 from ucxkv.protocol import messages as m
 from ucxkv.replication import Member, Role, Timing
 from ucxkv.replication import events as ev
 from ucxkv.replication.messages import ReplicaMessage, decode, encode
+from ucxkv.tokens import Token
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -74,7 +76,7 @@ class Shards:
         self.store = node.store
         self.arrived = node.store.space.arrived
         self.arrived.has_value = self.has_value
-        node.store.held_elsewhere = self.held
+        node.store.held_elsewhere, node.store.has_shards = self.held, True
         node.store.log_of, node.store.on_left = self._log_of, self._left
         self.rule = cluster.rule
         self._node = node
@@ -90,7 +92,7 @@ class Shards:
         self._leaders: list[str] = []
         self._is_resigned = ""
         self._lease_ns = self._leased_ns = 0
-        self.writes = ShardWrites(node.store, self.shards_of)
+        self.writes = ShardWrites(node.store, self.shards_of, self._led_token)
         journal = recovery.journal if recovery is not None else None
         self.journal = ShardJournal(journal, node.epoch, self._records)
         told = recovery.logs if recovery is not None else {}
@@ -272,6 +274,13 @@ class Shards:
     def leaders(self) -> list[str]:
         """By shard: who leads it, as far as is known."""
         return self._leaders
+
+    def _led_token(self) -> Token:
+        return Token(tuple(shard.applied for shard in self.shards if shard.is_active and not shard.dormant_epoch))
+
+    def read_at(self, request: m.ReadAt) -> m.FoundAt:
+        """Blocks of shards that are not led here, in a state that the request's token may see. Raises UsageError."""
+        return answer(self.shards, request, self.store.segment.view, time.monotonic_ns())
 
     # ---- what blocks belong where
 
@@ -467,20 +476,7 @@ class Shards:
 
     def facts(self) -> dict[str, str]:
         """For the report."""
-        return {"shards": self._is_resigned or self._waiting(), "replicas": str(self._cluster.record.replicas)}
-
-    def _waiting(self) -> str:
-        """Which shards wait for a holder, and for whom; "ok" when none does."""
-        alive = {(record.name, record.incarnation) for record in self._view.members}
-        lost = {
-            number: sorted({member.name for member in config.insync})
-            for number, (config, _) in sorted(self._view.shards.items())
-            if alive.isdisjoint(config.insync)
-        }
-        if not lost:
-            return "ok"
-        some = "; ".join(f"shard {number}: {' or '.join(names)}" for number, names in list(lost.items())[:4])
-        return f"{len(lost)} wait for a node that has all of them ({some}); start it, or see `ucxkv elect`"
+        return {"shards": self._is_resigned or waiting_for(self._view), "replicas": str(self._cluster.record.replicas)}
 
     def held(self) -> Iterable[int]:
         """Offsets of this node's extents that the shards have outside of the directory; for `HostStore.check`."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ucxkv.control.records import ClusterRecord
     from ucxkv.replication import Replica
 
-__all__ = ["Wishes"]
+__all__ = ["Wishes", "waiting_for"]
 
 _AWAY_NS = 15_000_000_000
 _SETTLED_NS = 3_000_000_000
@@ -61,3 +61,17 @@ class Wishes:
             return False
         alive = {Member(record.name, record.incarnation) for record in view.members}
         return any(member.name == replica.wish[0] and member in alive for member in config.insync)
+
+
+def waiting_for(view: ClusterView) -> str:
+    """Which shards wait for a holder, and for whom; "ok" when none does. For the report."""
+    alive = {(record.name, record.incarnation) for record in view.members}
+    lost = {
+        number: sorted({member.name for member in config.insync})
+        for number, (config, _) in sorted(view.shards.items())
+        if alive.isdisjoint(config.insync)
+    }
+    if not lost:
+        return "ok"
+    some = "; ".join(f"shard {number}: {' or '.join(names)}" for number, names in list(lost.items())[:4])
+    return f"{len(lost)} wait for a node that has all of them ({some}); start it, or see `ucxkv elect`"

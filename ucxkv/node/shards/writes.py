@@ -5,6 +5,7 @@ Promises
   - A durable put or delete is answered when every in-sync member of its shard has it, and seen by readers from then on.
   - One that this node can't know the outcome of, since it leads no more, is answered UNAVAILABLE: it may have happened.
   - A call over several shards is one batch a shard; each has its own answer, and the call's is all of them.
+  - What is answered comes with the entries of the logs that made it so; what was so before, with how far they are.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from ucxkv import errors
 from ucxkv.directory import DeleteStatus, PutStatus, events
 from ucxkv.directory.log import NOTHING, RECORD_ROWS_MAX, commits, leaves
 from ucxkv.node.shards.records import placeless
-from ucxkv.node.staging import Staging, Waiting
+from ucxkv.node.staging import Outcome, Staging, Waiting
 from ucxkv.protocol import messages as m
 from ucxkv.replication.events import Refusal
+from ucxkv.tokens import NOTHING_SEEN, Point, Token
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,11 +39,19 @@ _KEY = 16
 
 
 class ShardWrites(Staging):
-    """See the module. shards_of: the shard of each key that is asked about, given its parent; raises NotLeader."""
+    """See the module. shards_of: the shard of each key that is asked about, given its parent; raises NotLeader.
+    led_token: how far the logs of all shards are that are shown here.
+    """
 
-    def __init__(self, store: HostStore, shards_of: Callable[[bytes, bytes | None], list[Shard | None]]) -> None:
+    def __init__(
+        self,
+        store: HostStore,
+        shards_of: Callable[[bytes, bytes | None], list[Shard | None]],
+        led_token: Callable[[], Token],
+    ) -> None:
         super().__init__(store)
         self._shards_of = shards_of
+        self._led_token = led_token
         self._left_behind: dict[int, Waiting] = {}
         """Batches that were abandoned in the directory and are in the log all the same: told when that knows."""
         self._refusals: dict[int, ev.Refused] = {}
@@ -49,7 +59,7 @@ class ShardWrites(Staging):
 
     # ---- puts
 
-    def put(self, session: Session, request: m.Put, now_ns: int) -> asyncio.Future[bytes]:
+    def put(self, session: Session, request: m.Put, now_ns: int) -> asyncio.Future[Outcome]:
         """See Staging."""
         offsets = self.take(session, request)
         try:
@@ -62,14 +72,14 @@ class ShardWrites(Staging):
             return self._put(first, request, offsets, now_ns)
         return self._put_split(shards, request, offsets, now_ns)
 
-    def _put(self, shard: Shard | None, request: m.Put, offsets: list[int], now_ns: int) -> asyncio.Future[bytes]:
+    def _put(self, shard: Shard | None, request: m.Put, offsets: list[int], now_ns: int) -> asyncio.Future[Outcome]:
         try:
             staged = self.stage(request, offsets, 0 if shard is None else shard.number, now_ns)
         except ValueError as exc:  # what is staged has this key in another chain than the put does; nothing has changed
             self._store.slabs.free(offsets)
             raise errors.Overloaded(f"what is on its way must settle first: {exc}", retry_after_s=0.05) from exc
         if isinstance(staged, bytes):
-            return self.known(staged)
+            return self.known(staged, NOTHING_SEEN if shard is None else Token((shard.applied,)))
         assert shard is not None, "what is staged is of a chain that is here"
         rows, at = staged.rows, 0
         parts: list[tuple[bytes, Records | None]] = []
@@ -81,12 +91,12 @@ class ShardWrites(Staging):
 
     def _put_split(
         self, shards: list[Shard | None], request: m.Put, offsets: list[int], now_ns: int
-    ) -> asyncio.Future[bytes]:
+    ) -> asyncio.Future[Outcome]:
         """A put whose chains are in several shards: one batch for each."""
         groups: dict[Shard | None, list[int]] = {}
         for at, shard in enumerate(shards):
             groups.setdefault(shard, []).append(at)
-        futures: list[tuple[list[int], asyncio.Future[bytes]]] = []
+        futures: list[tuple[list[int], asyncio.Future[Outcome]]] = []
         for shard, rows in groups.items():
             part = _picked(request, rows)
             try:
@@ -97,25 +107,25 @@ class ShardWrites(Staging):
 
     # ---- deletes
 
-    def delete(self, request: m.Delete, now_ns: int) -> asyncio.Future[bytes]:
+    def delete(self, request: m.Delete, now_ns: int) -> asyncio.Future[Outcome]:
         """See Staging."""
         groups: dict[Shard | None, list[int]] = {}
         for at, shard in enumerate(self._shards_of(request.keys, None)):
             groups.setdefault(shard, []).append(at)
         if len(groups) == 1:
             return self._delete(next(iter(groups)), request.keys, now_ns)
-        futures: list[tuple[list[int], asyncio.Future[bytes]]] = []
+        futures: list[tuple[list[int], asyncio.Future[Outcome]]] = []
         for shard, rows in groups.items():
             keys = b"".join(request.keys[_KEY * at : _KEY * at + _KEY] for at in rows)
             futures.append((rows, self._delete(shard, keys, now_ns)))
         return asyncio.ensure_future(_gathered(len(request.keys) // _KEY, futures, DeleteStatus.UNAVAILABLE))
 
-    def _delete(self, shard: Shard | None, keys: bytes, now_ns: int) -> asyncio.Future[bytes]:
+    def _delete(self, shard: Shard | None, keys: bytes, now_ns: int) -> asyncio.Future[Outcome]:
         number = 0 if shard is None else shard.number
         reply = self._store.handle(events.Delete(keys, log=number), now_ns)
         status = reply.status.tobytes()
-        if not reply.batch:
-            return self.known(status)
+        if not reply.batch:  # what is not here may be of any shard that is
+            return self.known(status, self._led_token() if shard is None else Token((shard.applied,)))
         assert shard is not None
         staged = self.wait_for(reply.batch, [], status)
         return self._propose(shard, staged, [(record, None) for record in leaves(reply.left)])
@@ -124,7 +134,7 @@ class ShardWrites(Staging):
 
     def _propose(
         self, shard: Shard, staged: Waiting, parts: list[tuple[bytes, Records | None]]
-    ) -> asyncio.Future[bytes]:
+    ) -> asyncio.Future[Outcome]:
         if not parts:  # what it waits for was staged before: it is so when that is
             parts = [(NOTHING, None)]
         self._shard_of[staged.batch] = shard.number
@@ -141,11 +151,12 @@ class ShardWrites(Staging):
         """See Writes."""
         self._shard_of.pop(tag, None)
         behind = self._left_behind.pop(tag, None)
+        token = Token((Point(shard.number, shard.replica.epoch, index),))  # of the epoch that proposed it
         if behind is not None:
-            behind.answer(behind.status)
+            behind.answer(behind.status, token)
             return
         rows = self._waiting[tag].rows
-        reply = self.settle(tag)
+        reply = self.settle(tag, token)
         if reply.left:
             keys = rows["key"].tobytes()
             at = {keys[_KEY * i : _KEY * i + _KEY]: i for i in range(len(rows))}
@@ -200,17 +211,18 @@ def _picked(request: m.Put, rows: list[int]) -> m.Put:
     )
 
 
-async def _gathered(n: int, parts: list[tuple[list[int], asyncio.Future[bytes]]], otherwise: int) -> bytes:
-    """The statuses of all parts; `otherwise` where one ended in an error."""
-    out = bytearray((otherwise,)) * n
+async def _gathered(n: int, parts: list[tuple[list[int], asyncio.Future[Outcome]]], otherwise: int) -> Outcome:
+    """The outcomes of all parts; `otherwise` where one ended in an error."""
+    out, seen = bytearray((otherwise,)) * n, NOTHING_SEEN
     for rows, future in parts:
         try:
-            status = await future
+            status, token = await future
         except errors.UcxKvError:
             continue
+        seen |= token
         for at, state in zip(rows, status, strict=True):
             out[at] = state
-    return bytes(out)
+    return Outcome(bytes(out), seen)
 
 
 def _error_of(refusal: ev.Refused) -> errors.UcxKvError:
