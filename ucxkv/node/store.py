@@ -126,6 +126,14 @@ class HostStore:
         self.counts["evicted_bytes"] += gone.bytes
         return gone.bytes
 
+    def make_slots(self, count: int, now_ns: int) -> None:
+        """Hide leaves until so many blocks fit the table, as far as there are any: what is durable is worth more."""
+        short = count - (self.table.capacity - self.table.used)
+        if short > 0:
+            gone = self.handle(events.Evict(1 << 62, limit=short), now_ns)
+            self.counts["evicted"] += gone.blocks
+            self.counts["evicted_bytes"] += gone.bytes
+
     def leaving_bytes(self) -> int:
         """Bytes of hidden blocks that are not free yet."""
         return self.directory.leaving.bytes_count

@@ -37,6 +37,10 @@ class Append(_Base, frozen=True):
     watermark: int
     serial: int
 
+    def until(self, count: int) -> Append:
+        """The same message with the first `count` of its entries, as if no more had been sent."""
+        return msgspec.structs.replace(self, entries=self.entries[:count])
+
 
 class Appended(_Base, frozen=True):
     """Member to leader: my log is yours up to `match_index`, and my journal has it."""

@@ -75,7 +75,7 @@ class ShardHost(Protocol):
         """The directory's durable blocks of an active shard, with their places, parents first."""
 
     def visible(self, key: bytes) -> Place | None:
-        """Where the value of a visible block lies."""
+        """Where the value of a block of an active shard lies, whether or not readers are served at this moment."""
 
     def fill_places(self, rows: Records) -> None:
         """Fill in the allocator's columns of rows whose offsets stand; rows without a value are left."""

@@ -57,11 +57,17 @@ class Feeder:
         self._base = base
         self._queue: deque[Append | SnapshotPart] = deque()
         self._copied: dict[tuple[int, bytes], bool] = {}
-        """By entry and name: values that the member was given; False: gone from here by then."""
+        """By entry (or less than 0: by snapshot) and name: values that the member was given; False: gone from here by
+        then. Of one epoch: the next one's entries are others.
+        """
+        self._copied_epoch = 0
         self._task: asyncio.Task[None] | None = None
 
     def send(self, message: ReplicaMessage) -> None:
         """Send it, now or behind its values."""
+        if message.epoch != self._copied_epoch:
+            self._copied.clear()
+            self._copied_epoch = message.epoch
         if isinstance(message, Append) and not message.entries and self._queue:
             replica = self._shard.replica  # what it was to follow is still on its way: say where all are for sure
             epoch = replica.log.epoch_at(replica.watermark)
@@ -139,9 +145,11 @@ class Feeder:
 
     @staticmethod
     def _rows(message: Append | SnapshotPart) -> Iterator[tuple[int, Records]]:
-        """The Commit rows of a message, each with its entry's index; 0 for a snapshot's."""
+        """The Commit rows of a message, each with its entry's index; a snapshot's with a number below 0 of its own:
+        what is gone for one snapshot may be there for the next.
+        """
         if isinstance(message, SnapshotPart):
-            yield 0, np.frombuffer(message.chunk, COMMIT_DTYPE)
+            yield -1 - message.index, np.frombuffer(message.chunk, COMMIT_DTYPE)
             return
         for raw in message.entries:
             entry = decode_entry(raw)
@@ -172,7 +180,7 @@ class Feeder:
         mine = rows[local].copy()
         mine["offset"], mine["region"] = offsets, 0
         deadline_ns = time.monotonic_ns() + int(_COPY_S * 1e9)
-        if index == 0:
+        if index < 0:
             lacks = await self._mirror.lacking(self._shard.number, mine, deadline_ns)
         else:
             lacks = np.ones(len(mine), np.bool_)

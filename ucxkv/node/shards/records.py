@@ -118,11 +118,6 @@ class ShardLog:
     base: list[Records] = field(default_factory=list)
     entries: list[LoggedEntry] = field(default_factory=list)
 
-    def all_rows(self) -> Iterator[Records]:
-        """The rows of the state and of the entries, as they came; to be changed in place."""
-        yield from self.base
-        yield from (logged.rows for logged in self.entries if logged.rows is not None)
-
     def rows(self) -> Records:
         """The state's rows."""
         return np.concatenate(self.base) if self.base else np.empty(0, COMMIT_DTYPE)
@@ -136,14 +131,14 @@ def feed(shards: dict[int, ShardLog], record: bytes) -> None:
     body = record[_HEAD.size :]
     if version != _FORMAT or zero or kind not in (_CLAIMS, _RESET, _BASE, _ENTRY):
         raise LogError(f"a record of kind {kind}, format {version}")
-    log = shards.setdefault(shard, ShardLog())
+    log = shards.get(shard, ShardLog())
     if kind == _CLAIMS:
         try:
             log.claims = decode_members(body)
         except ValueError as exc:
             raise LogError(f"claims of shard {shard}: {exc}") from exc
     elif kind == _RESET:
-        shards[shard] = ShardLog(base_index=index, base_epoch=epoch)
+        log = ShardLog(base_index=index, base_epoch=epoch)
     elif kind == _BASE:
         if not body or len(body) % COMMIT_DTYPE.itemsize:
             raise LogError(f"rows of shard {shard} in {len(body)} bytes")
@@ -155,6 +150,7 @@ def feed(shards: dict[int, ShardLog], record: bytes) -> None:
         while log.entries and log.entries[-1].index >= index:
             log.entries.pop()
         log.entries.append(logged)
+    shards[shard] = log
 
 
 def _logged(index: int, epoch: int, body: bytes) -> LoggedEntry:

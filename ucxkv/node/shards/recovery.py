@@ -19,6 +19,10 @@ from ucxkv.tiers.base import ForeignExtent
 from ucxkv.tiers.slabs import PLACE_DTYPE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
+
     from ucxkv.directory.slots import Records
     from ucxkv.journal import Journal, Recovered
     from ucxkv.node.state import NodeMemory, NodeState
@@ -94,22 +98,31 @@ def recover_shards(
 
 def _prove(store: HostStore, memory: NodeMemory, number: int, log: ShardLog, out: ShardRecovery) -> None:
     """Mark what is not there any more, or not what was put."""
-    left = _left(log)
-    for rows in log.all_rows():
+    for rows, is_over in _newest_first(log):
         here = rows["region"] != ABSENT_REGION
         good = np.zeros(len(rows), np.bool_)
         if not memory.why_empty:
             good = here & (proven(store, rows) == 0)
         rows["region"][~good] = ABSENT_REGION
-        bad = [key for key in _keys(rows["key"][here & ~good].tobytes()) if key not in left]
+        bad = int((here & ~good & ~is_over).sum())
         if bad:
-            out.lacking[number] = out.lacking.get(number, 0) + len(bad)
+            out.lacking[number] = out.lacking.get(number, 0) + bad
         out.blocks += int(good.sum())
 
 
-def _left(log: ShardLog) -> set[bytes]:
-    """Keys of which a Leave stands in the log: it may have been applied, and their memory be another block's."""
-    return {key for logged in log.entries for key in _keys(logged.keys)}
+def _newest_first(log: ShardLog) -> Iterator[tuple[Records, npt.NDArray[np.bool_]]]:
+    """The rows of the log and of its state, each with a mark where a later record names its block, too: that may have
+    been applied, and the row's memory be another block's.
+    """
+    named: set[bytes] = set()
+    for logged in reversed(log.entries):
+        if logged.rows is not None:
+            keys = _keys(logged.rows["key"].tobytes())
+            yield logged.rows, np.array([key in named for key in keys], np.bool_)
+            named.update(keys)
+        named.update(_keys(logged.keys))
+    for rows in reversed(log.base):
+        yield rows, np.array([key in named for key in _keys(rows["key"].tobytes())], np.bool_)
 
 
 def _keys(raw: bytes) -> list[bytes]:
@@ -117,23 +130,21 @@ def _keys(raw: bytes) -> list[bytes]:
 
 
 def _places(logs: dict[int, ShardLog]) -> Records:
-    """All places that are in use. Of a block that left, only where nothing that came later has any of its memory."""
+    """All places that are in use. Of a row whose block is named again, only where no other has any of its memory."""
     sure: list[Records] = []
     doubtful: list[tuple[Records, int]] = []
     for log in logs.values():
-        left = _left(log)
-        for rows in log.all_rows():
-            is_left = np.array([key in left for key in _keys(rows["key"].tobytes())], np.bool_) if left else False
+        for rows, is_over in _newest_first(log):
             here = rows["region"] != ABSENT_REGION
-            sure.append(rows[here & ~np.asarray(is_left)])
-            doubtful += [(rows, int(at)) for at in np.flatnonzero(here & is_left)]
+            sure.append(rows[here & ~is_over])
+            doubtful += [(rows, int(at)) for at in np.flatnonzero(here & is_over)]
     places = _as_places(np.concatenate(sure)) if sure else np.empty(0, PLACE_DTYPE)
     if not doubtful:
         return places
     owners = {unit: _slab(place) for place in places for unit in _units(place)}
     taken = set(places["offset"].tolist())
     kept: list[Records] = []
-    for rows, at in reversed(doubtful):
+    for rows, at in doubtful:
         place = _as_places(rows[at : at + 1])
         slab, units = _slab(place[0]), _units(place[0])
         if int(place["offset"][0]) in taken or any(owners.get(unit, slab) != slab for unit in units):

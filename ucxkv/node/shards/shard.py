@@ -109,10 +109,15 @@ class Shard:
         finally:
             self._is_handling = False
         if self.replica.serve_until_ns:
-            if not self.is_active:
+            if self.is_showable:
                 self._host.gain_soon(self)
             elif self.dormant_epoch:
                 self._host.resume(self)
+
+    @property
+    def is_showable(self) -> bool:
+        """Whether its blocks may go into the directory: what it proposed when it was active before is applied, too."""
+        return bool(self.replica.serve_until_ns) and not self.is_active and not self.pending
 
     def _look(self) -> None:
         """Whether what is in the directory may still be shown, now that the replica has gone on."""
@@ -199,8 +204,12 @@ class Shard:
         """
         absent = rows.copy()
         absent["region"], absent["offset"] = ABSENT_REGION, 0
-        for at in range(len(absent)):
-            self.limbo[absent["key"][at].tobytes()] = absent[at : at + 1]
+        going = {absent["key"][at].tobytes(): absent[at : at + 1] for at in range(len(absent))}
+        for logged in self.pending.values():
+            for at, (key, _, _) in enumerate(_names(logged.rows) if logged.rows is not None else ()):
+                if going.pop(key, None) is not None:  # it was there, is to become durable, and its memory is gone
+                    logged.rows["region"][at], logged.rows["offset"][at] = ABSENT_REGION, 0  # type: ignore[index]
+        self.limbo |= going
         self.propose(0, [(record, None) for record in leaves(rows["key"].tobytes())])
 
     # ---- the journal
@@ -280,12 +289,23 @@ class Shard:
                     self._host.free(self, self.standby.commit(logged.rows))
                 elif logged.keys:
                     self._host.free(self, self.standby.leave(logged.keys))
-            elif logged.keys and self.limbo:
-                for at in range(0, len(logged.keys), 16):
-                    self.limbo.pop(logged.keys[at : at + 16], None)
+            else:
+                self._apply_limbo(logged)
             tag = effect.tags.get(entry.index)
             if tag:
                 self._host.writes.committed(self, tag, entry.index)
+
+    def _apply_limbo(self, logged: LoggedEntry) -> None:
+        """Go on with what the log has and the directory has not."""
+        if logged.rows is None:
+            for at in range(0, len(logged.keys) if self.limbo else 0, 16):
+                self.limbo.pop(logged.keys[at : at + 16], None)
+            return
+        is_absent = (logged.rows["region"] == ABSENT_REGION).tolist()
+        for at, (key, _, _) in enumerate(_names(logged.rows) if self.limbo or any(is_absent) else ()):
+            self.limbo.pop(key, None)
+            if is_absent[at]:
+                self.limbo[key] = logged.rows[at : at + 1]
 
     def place(self, index: int, key: bytes, total: int, length: int) -> Place | None:
         """Where the value of an entry's row lies; None where it is gone."""
@@ -325,13 +345,19 @@ class Shard:
     # ---- messages of other replicas
 
     def received(self, message: ReplicaMessage, gone: bytes) -> bool:
-        """A message came. False: its values did not, and it was not taken; the sender is to send them again.
+        """A message came. False: its values did not, and it was not taken, or not to its end; the sender is to send the
+        rest again.
 
         gone: names (see `gone_name`) of values that the sender has no longer.
         """
         missing = frozenset(gone[at : at + 24] for at in range(0, len(gone), 24))
-        if isinstance(message, Append):
-            if not self._has_values(message, missing):
+        if isinstance(message, Append | SnapshotPart) and message.epoch < self.replica.epoch:
+            pass  # it is refused, whatever came with it
+        elif isinstance(message, Append):
+            count = self._complete(message, missing)
+            if count < len(message.entries):
+                if count:
+                    self.handle(ev.Received(message.until(count)))
                 return False
         elif isinstance(message, SnapshotPart) and message.index > self.replica.watermark:
             rows = np.frombuffer(message.chunk, COMMIT_DTYPE)
@@ -341,17 +367,26 @@ class Shard:
         self.handle(ev.Received(message))
         return True
 
-    def _has_values(self, message: Append, missing: frozenset[bytes]) -> bool:
-        """Whether all values that these entries name are here, but for those that are gone."""
-        for raw in message.entries:
+    def _complete(self, message: Append, missing: frozenset[bytes]) -> int:
+        """How many of these entries can be taken: all values that they name are here, but for those that are gone.
+
+        A value is here once, and it is the last entry's that names it (a block was put, deleted and put again). Where
+        that one may still be cut, and the first would be left without, it has to come with the value again.
+        """
+        arrived, named = self._host.arrived, set[tuple[bytes, int, int]]()
+        for at, raw in enumerate(message.entries):
             entry = decode_entry(raw)
             known = self.pending.get(entry.index)
             if entry.index <= self.replica.watermark or (known is not None and known.epoch == entry.epoch):
                 continue
-            for key, total, length in _names(commit_rows(entry)):
-                if gone_name(key, total) not in missing and not self._host.arrived.has(self.number, key, total, length):
-                    return False
-        return True
+            for name in _names(commit_rows(entry)):
+                is_gone = gone_name(*name[:2]) in missing
+                if not is_gone and not arrived.has(self.number, *name):
+                    return at
+                if name in named and (is_gone or entry.index > message.watermark):
+                    return at
+                named.add(name)
+        return len(message.entries)
 
 
 def _names(rows: Records) -> list[tuple[bytes, int, int]]:

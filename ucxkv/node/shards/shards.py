@@ -197,7 +197,7 @@ class Shards:
 
     def _gain(self) -> None:
         self._gain_timer = None
-        shards = [shard for shard in self._gaining if shard.replica.serve_until_ns and not shard.is_active]
+        shards = [shard for shard in self._gaining if shard.is_showable]
         self._gaining.clear()
         if not shards:
             return
@@ -212,11 +212,12 @@ class Shards:
     def _show(self, shard: Shard) -> Records:
         """Put a shard's durable blocks into the directory: those that could not be, children first."""
         rows = shard.standby.take()
+        self.store.make_slots(len(rows), time.monotonic_ns())
         is_absent = rows["region"] == ABSENT_REGION
         status = np.where(is_absent, np.uint8(PutStatus.REFUSED), np.uint8(0))
         out = self.store.handle(events.Restore(rows, status), time.monotonic_ns()).status
         missing = out != PutStatus.STORED
-        self.store.slabs.free(rows["offset"][missing & ~is_absent].tolist())
+        self.free(shard, rows["offset"][missing & ~is_absent].tolist())
         shard.is_active = True
         lost: Records = rows[missing][::-1]
         return lost
@@ -229,7 +230,7 @@ class Shards:
             keys[at : at + KEY_BYTES]
             for logged in shard.pending.values()
             if logged.rows is not None
-            for keys in (logged.rows["key"].tobytes(),)
+            for keys in (logged.rows["key"][logged.rows["region"] != ABSENT_REGION].tobytes(),)
             for at in range(0, len(keys), KEY_BYTES)
         }
 
@@ -244,7 +245,7 @@ class Shards:
         for row in shard.limbo.values():
             shard.standby.commit(row)
         shard.limbo.clear()
-        shard.busy_until_ns = max(shard.busy_until_ns, reply.busy_until_ns)
+        shard.busy_until_ns = max(shard.busy_until_ns, reply.busy_until_ns + self.store.directory.leaving.grace_ns)
         self._serve_again()
         log.info("shard.hidden", shard=shard.number, blocks=reply.blocks, durable=len(rows))
 
