@@ -18,6 +18,7 @@ from ucxkv.directory import FOREVER
 from ucxkv.node.peers import check_member
 from ucxkv.node.serving import LED
 from ucxkv.node.session import Session, SessionState
+from ucxkv.node.space import u64s
 from ucxkv.protocol import Message, encode
 from ucxkv.protocol import messages as m
 from ucxkv.tiers.base import TierError
@@ -393,6 +394,11 @@ class Requests:
             raise errors.StaleError(
                 f"node {owner.name} no longer holds these extents for the writer; put the part again"
             )
+        if self._shards is not None and (not self._serving.is_running or request.epoch != self._node.epoch):
+            region = self._store.region_of(owner)
+            self._store.adoption.free((region, offset) for offset in u64s(request.offsets))
+            self._node.tell_surrendered(self._store.adoption.take_surrendered())
+            raise errors.NotLeader("this node leads other shards than when the part was sent")
         done = self._store.put_part(session.id, request, owner, time.monotonic_ns())
         self._node.tell_surrendered(self._store.adoption.take_surrendered())
         return self._acknowledged(done)

@@ -165,15 +165,18 @@ class Staging(abc.ABC):
             rows[name] = places[name]
         return rows
 
-    def settle(self, batch: int, token: Token = NOTHING_SEEN) -> events.SettleReply:
-        """The log has it: show it, and answer. What could not be shown is to be logged as gone."""
+    def settle(self, batch: int, token: Token = NOTHING_SEEN, *, is_freeing: bool = True) -> events.SettleReply:
+        """The log has it: show it, and answer. What could not be shown is to be logged as gone; its memory is free, or
+        the caller's.
+        """
         one, store = self._waiting.pop(batch), self._store
         reply = store.handle(events.Settle(batch), time.monotonic_ns())
         status = one.status
         if len(reply.status):
             status = reply.status.tobytes()
             stored = [offset for offset, st in zip(one.offsets, _of_stored(one.status, status), strict=True) if st]
-            store.slabs.free(stored)
+            if is_freeing:
+                store.slabs.free(stored)
         one.answer(status, token)
         return reply
 

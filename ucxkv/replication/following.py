@@ -95,6 +95,10 @@ class Following:
         """Whether it was taken."""
         replica, log = self._replica, self._replica.log
         self._serial = message.serial
+        if replica.is_other_history(message.prev_index, message.prev_epoch):
+            self._forsake()
+            self._reject(message.sender)
+            return False
         if message.prev_index > replica.watermark and log.epoch_at(message.prev_index) != message.prev_epoch:
             self._reject(message.sender)
             return False
@@ -102,6 +106,10 @@ class Following:
         for raw in message.entries:
             entry = decode_entry(raw)
             if entry.index <= replica.watermark:
+                if replica.is_other_history(entry.index, entry.epoch):
+                    self._forsake()
+                    self._reject(message.sender)
+                    return False
                 continue
             known = log.epoch_at(entry.index) if not fresh else None
             if known == entry.epoch:
@@ -119,9 +127,15 @@ class Following:
         replica.commit(min(message.watermark, self._match))
         return True
 
+    def _forsake(self) -> None:
+        self._replica.forsake()
+        self._match, self._confirmed = 0, -1
+
     def _snapshot(self, message: SnapshotPart) -> bool:
         """Whether there is something to confirm."""
         replica = self._replica
+        if replica.is_other_history(message.index, message.entry_epoch):
+            self._forsake()
         if message.index <= replica.watermark:
             self._match = max(self._match, replica.watermark)
             return True

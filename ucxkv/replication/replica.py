@@ -342,6 +342,27 @@ class Replica:
         self._persisting.append((self._serial, index, entry_epoch))
         self.effects.append(ev.Restore(self._serial, frozenset(self.claims), index, entry_epoch, chunks))
 
+    def forsake(self) -> None:
+        """What is committed here is another history than the leader's: an operator began the shard anew without it
+        (`ucxkv elect`). All of it is given up, also what this incarnation would prove.
+        """
+        self.log = LogWindow()
+        self.claims = {self.me}
+        self.watermark = self.persisted = 0
+        self._persisting.clear()
+        self._serial += 1
+        self._claims_serial = self._serial
+        self.effects.append(ev.Restore(self._serial, frozenset(self.claims), 0, 0, ()))
+
+    def is_other_history(self, index: int, epoch: int) -> bool:
+        """Whether a leader's entry of this index and epoch contradicts what is committed here. Never so but after an
+        election by hand: two committed logs are the same as far as both go.
+        """
+        if index > self.watermark:
+            return False
+        known = self.log.epoch_at(index)
+        return epoch > self.log.base_epoch if known is None else epoch != known
+
     def commit(self, watermark: int) -> None:
         """Everything up to `watermark` is committed: apply it."""
         if watermark <= self.watermark:

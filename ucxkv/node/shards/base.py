@@ -63,6 +63,9 @@ class ShardHost(Protocol):
     def lose(self, shard: Shard) -> None:
         """It is led here no more: take it out of readers' sight, before this returns."""
 
+    def broken(self, shard: Shard, why: str) -> None:
+        """The program failed in the middle of a step of this shard: the node serves nothing more, and resigns."""
+
     def pause(self, shard: Shard) -> None:
         """The node's lease is over: its blocks stay, and are shown to nobody until the shard is led here again, by the
         next leader there is (`resume`), or lost.

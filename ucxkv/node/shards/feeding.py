@@ -37,6 +37,8 @@ __all__ = ["Feeder"]
 _QUEUE_MAX = 64
 _COPY_S = 5.0
 _COPIED_MAX = 16_384
+_VALUES_BYTES = 4 << 20
+"""Of the values behind one message: it is taken only when all are there, and where they wait is bounded, too."""
 _GONE = 1
 _RETRY_S = 0.05
 _ATTEMPTS = 40
@@ -79,8 +81,10 @@ class Feeder:
                 )
         elif not isinstance(message, Append | SnapshotPart) or (not self._queue and not self._lacking(message)):
             self._say(message)
-        elif len(self._queue) < _QUEUE_MAX and not any(self._is_same(message, one) for one in self._queue):
-            self._queue.append(message)
+        else:
+            for part in _parts(message):
+                if len(self._queue) < _QUEUE_MAX and not any(self._is_same(part, one) for one in self._queue):
+                    self._queue.append(part)
             if self._task is None:
                 self._task = asyncio.create_task(self._work(), name=f"feed-{self._shard.number}-{self._to.name}")
 
@@ -121,8 +125,7 @@ class Feeder:
                     log.warning("shard.feed", shard=self._shard.number, to=self._to.name, why=str(exc))
                     attempts = 0
                     self._queue.clear()  # the replica sends all of it again, in its order
-                    if is_full:
-                        self._shard.handle(ev.Unfit(self._to))
+                    self._shard.handle(ev.Unfit(self._to))
                     await asyncio.sleep(_RETRY_S)
                     continue
                 attempts = 0
@@ -191,6 +194,24 @@ class Feeder:
             del self._copied[next(iter(self._copied))]
         for (name, _, _), state in zip(_named(mine), status.tolist(), strict=True):
             self._copied[index, name] = state != _GONE
+
+
+def _parts(message: Append | SnapshotPart) -> Iterator[Append | SnapshotPart]:
+    """The message, or several that say the same, each with values of about `_VALUES_BYTES` or one entry."""
+    if isinstance(message, SnapshotPart):
+        yield message  # its values are taken as they come
+        return
+    entries: list[bytes] = []
+    size, prev, last = 0, (message.prev_index, message.prev_epoch), (0, 0)
+    for raw in message.entries:
+        entry = decode_entry(raw)
+        nbytes = int(commit_rows(entry)["length"].sum(dtype=np.uint64))
+        if entries and size + nbytes > _VALUES_BYTES:
+            yield Append(message.sender, message.epoch, *prev, entries, message.watermark, message.serial)
+            entries, size, prev = [], 0, last
+        entries.append(raw)
+        size, last = size + nbytes, (entry.index, entry.epoch)
+    yield Append(message.sender, message.epoch, *prev, entries, message.watermark, message.serial)
 
 
 def _named(rows: Records) -> Iterator[tuple[bytes, int, int]]:

@@ -83,6 +83,9 @@ class ShardJournal:
                 return  # when it has written some
             except errors.JournalFailed:
                 return  # all are told below
+            except errors.UcxKvError as exc:  # it will never take this one, and nothing may overtake it
+                self._fail(str(exc))
+                return
             self._unsent.popleft()
             self._sent.append((lsn, shard, serial))
 
@@ -109,13 +112,13 @@ class ShardJournal:
             self._consider_snapshot()
 
     def _fail(self, why: str) -> None:
-        log.error("shards.journal_failed", why=why)
         told = {shard.number: shard for _, shard, _ in self._sent}
         told.update((shard.number, shard) for shard, _, _ in self._unsent)
         self._sent.clear()
         self._unsent.clear()
         for shard in told.values():
             shard.handle(ev.PersistFailed(why))
+        log.error("shards.journal_failed", why=why)
 
     def _consider_snapshot(self) -> None:
         journal = self.journal

@@ -46,10 +46,14 @@ class ShardRecovery:
     blocks: int = 0
     held_bytes: int = 0
     log_bytes: int = 0
+    is_memory_lost: bool = False
 
     def is_whole(self, shard: int, found: tuple[ShardConfig, int] | None, name: str) -> bool:
-        """Whether the log of this shard may be gone on with: it is all here, or nobody else has any of it."""
-        if shard not in self.lacking:
+        """Whether the log of this shard may be gone on with: it is all here, or nobody else has any of it.
+
+        A journal that is not synced may lack its end when the machine was started anew, as the memory's loss tells.
+        """
+        if shard not in self.lacking and not self.is_memory_lost:
             return True
         return found is None or {member.name for member in found[0].insync} == {name}
 
@@ -66,7 +70,7 @@ def recover_shards(
             fix="put them back from a copy; or, where replicas have the rest, give this node's up: "
             f"`ucxkv forget {state.folder}`",
         )
-    out = ShardRecovery(journal)
+    out = ShardRecovery(journal, is_memory_lost=bool(memory.why_empty and told.last_lsn))
     try:
         for record in told.snapshot:
             feed(out.logs, bytes(record))
@@ -81,8 +85,7 @@ def recover_shards(
             fix="start the node as it was started before (with or without --cluster), by the version that wrote it; to "
             f"give its blocks up: `ucxkv forget {state.folder}`",
         ) from exc
-    for number, log in out.logs.items():
-        _prove(store, memory, number, log, out)
+    _prove(store, memory, out)
     try:
         store.slabs.restore(_places(out.logs))
     except ForeignExtent as exc:
@@ -96,18 +99,24 @@ def recover_shards(
     return out
 
 
-def _prove(store: HostStore, memory: NodeMemory, number: int, log: ShardLog, out: ShardRecovery) -> None:
-    """Mark what is not there any more, or not what was put."""
-    for rows, is_over in _newest_first(log):
-        here = rows["region"] != ABSENT_REGION
-        good = np.zeros(len(rows), np.bool_)
-        if not memory.why_empty:
-            good = here & (proven(store, rows) == 0)
-        rows["region"][~good] = ABSENT_REGION
-        bad = int((here & ~good & ~is_over).sum())
+def _prove(store: HostStore, memory: NodeMemory, out: ShardRecovery) -> None:
+    """Mark what is not there any more, or not what was put: all of it in one go, by several threads."""
+    pieces = [(number, rows, is_over) for number, log in out.logs.items() for rows, is_over in _newest_first(log)]
+    if not pieces:
+        return
+    whole = np.concatenate([rows for _, rows, _ in pieces])
+    here = whole["region"] != ABSENT_REGION
+    good = np.zeros(len(whole), np.bool_)
+    if not memory.why_empty:
+        good = here & (proven(store, whole) == 0)
+    out.blocks, at = int(good.sum()), 0
+    for number, rows, is_over in pieces:
+        fine = good[at : at + len(rows)]
+        bad = int((here[at : at + len(rows)] & ~fine & ~is_over).sum())
+        at += len(rows)
+        rows["region"][~fine] = ABSENT_REGION
         if bad:
             out.lacking[number] = out.lacking.get(number, 0) + bad
-        out.blocks += int(good.sum())
 
 
 def _newest_first(log: ShardLog) -> Iterator[tuple[Records, npt.NDArray[np.bool_]]]:

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = ["Shard"]
 
 _CHUNK_ROWS = 768
+_UNIT_RECORDS = 64
 
 log = structlog.get_logger("ucxkv.node")
 
@@ -70,7 +71,9 @@ class Shard:
         """Not 0: active, and not led since this epoch of its: the lease is over, and nobody is known to lead yet."""
         self.pending: dict[int, LoggedEntry] = {}
         self.limbo: dict[bytes, Records] = {}
-        """While active: rows (of one) that the log has and the directory no longer: their Leave is on its way."""
+        """While active: rows (of one) that the log has and the directory has not: their Leave is owed. Their values'
+        memory, where they have any, is this table's until then.
+        """
         self.busy_until_ns = 0
         """Until then readers may look at values that were withdrawn from the directory."""
         self._host = host
@@ -106,6 +109,11 @@ class Shard:
                 self._look()
                 for effect in effects:
                     self._perform(effect)
+        except Exception as exc:  # a fault of ours: what was to be done is half done, so this node is not to go on
+            log.exception("shard.broken", shard=self.number)
+            self._todo.clear()
+            self.replica.fail(f"a fault of the program: {exc!r}")
+            self._host.broken(self, repr(exc))
         finally:
             self._is_handling = False
         if self.replica.serve_until_ns:
@@ -173,6 +181,8 @@ class Shard:
         """Offsets of the values that are this shard's outside of the directory, each once."""
         yield from self.standby.offsets()
         yield from self._snapshot.offsets()
+        for row in self.limbo.values():
+            yield from places_of(row)
         for logged in () if self.is_active else self.pending.values():  # the directory holds what it has staged
             if logged.rows is not None:
                 yield from places_of(logged.rows)
@@ -197,20 +207,26 @@ class Shard:
         for record in records:
             self._proposed.pop(record, None)  # it was refused
 
-    def propose_leaves(self, rows: Records) -> None:
-        """These durable blocks of this shard are no longer there: log that. rows: of the log, children first.
+    def owe_leaves(self, rows: Records) -> None:
+        """These durable blocks of this shard can't be shown, or are no longer there: have that logged, now or later.
 
-        The caller has their memory; where this node is deposed before that is logged, it has them without values.
+        rows: of the log, children first, with the places of values that are here: the shard's until it is logged.
         """
-        absent = rows.copy()
-        absent["region"], absent["offset"] = ABSENT_REGION, 0
-        going = {absent["key"][at].tobytes(): absent[at : at + 1] for at in range(len(absent))}
+        going = {rows["key"][at].tobytes(): rows[at : at + 1] for at in range(len(rows))}
         for logged in self.pending.values():
             for at, (key, _, _) in enumerate(_names(logged.rows) if logged.rows is not None else ()):
-                if going.pop(key, None) is not None:  # it was there, is to become durable, and its memory is gone
+                row = going.get(key)
+                if row is not None and row["region"][0] == ABSENT_REGION:
+                    del going[key]  # it was there, is to become durable, and its memory is gone
                     logged.rows["region"][at], logged.rows["offset"][at] = ABSENT_REGION, 0  # type: ignore[index]
         self.limbo |= going
         self.propose(0, [(record, None) for record in leaves(rows["key"].tobytes())])
+
+    def owe_again(self) -> None:
+        """Some may have been refused, since the log took nothing then: once more, when nothing is on its way."""
+        replica, limbo = self.replica, self.limbo
+        if limbo and self.is_active and replica.serve_until_ns and replica.log.last_index == replica.watermark:
+            self.owe_leaves(np.concatenate(list(limbo.values())))
 
     # ---- the journal
 
@@ -297,15 +313,23 @@ class Shard:
 
     def _apply_limbo(self, logged: LoggedEntry) -> None:
         """Go on with what the log has and the directory has not."""
+        freed: list[int] = []
+
+        def over(key: bytes) -> None:
+            row = self.limbo.pop(key, None)
+            if row is not None:
+                freed.extend(places_of(row))
+
         if logged.rows is None:
             for at in range(0, len(logged.keys) if self.limbo else 0, 16):
-                self.limbo.pop(logged.keys[at : at + 16], None)
-            return
-        is_absent = (logged.rows["region"] == ABSENT_REGION).tolist()
-        for at, (key, _, _) in enumerate(_names(logged.rows) if self.limbo or any(is_absent) else ()):
-            self.limbo.pop(key, None)
-            if is_absent[at]:
-                self.limbo[key] = logged.rows[at : at + 1]
+                over(logged.keys[at : at + 16])
+        else:
+            is_absent = (logged.rows["region"] == ABSENT_REGION).tolist()
+            for at, (key, _, _) in enumerate(_names(logged.rows) if self.limbo or any(is_absent) else ()):
+                over(key)
+                if is_absent[at]:
+                    self.limbo[key] = logged.rows[at : at + 1]
+        self._host.free(self, freed)
 
     def place(self, index: int, key: bytes, total: int, length: int) -> Place | None:
         """Where the value of an entry's row lies; None where it is gone."""
@@ -340,7 +364,9 @@ class Shard:
         self._host.free(self, self.standby.replace(rows))
         self._claims = effect.claims
         records = [reset_record(self.number, effect.index, effect.entry_epoch), *base_records(self.number, rows)]
-        self._host.persist(self, effect.serial, [*records, claims_record(self.number, effect.claims)])
+        for at in range(0, len(records), _UNIT_RECORDS):  # without the claims behind it, none of it counts
+            self._host.persist(self, 0, records[at : at + _UNIT_RECORDS])
+        self._host.persist(self, effect.serial, [claims_record(self.number, effect.claims)])
 
     # ---- messages of other replicas
 

@@ -20,7 +20,6 @@ import structlog
 
 from ucxkv import errors
 from ucxkv.control import Conflict, OutcomeUnknown
-from ucxkv.directory import PutStatus, events
 from ucxkv.directory.log import COMMIT_DTYPE
 from ucxkv.ids import KEY_BYTES, ROOT_KEY
 from ucxkv.node.shards.answering import answer
@@ -28,6 +27,7 @@ from ucxkv.node.shards.feeding import Feeder
 from ucxkv.node.shards.journaling import ShardJournal
 from ucxkv.node.shards.records import ABSENT_REGION
 from ucxkv.node.shards.shard import Shard
+from ucxkv.node.shards.showing import Showing
 from ucxkv.node.shards.wishing import Wishes, waiting_for
 from ucxkv.node.shards.writes import ShardWrites
 from ucxkv.node.space import Place
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
     from ucxkv.control.cluster import Cluster, ClusterView
     from ucxkv.directory.slots import Records
-    from ucxkv.keys import KeyArray
     from ucxkv.node.node import Node
     from ucxkv.node.shards.recovery import ShardRecovery
 
@@ -51,8 +50,6 @@ __all__ = ["Shards"]
 _MS = 1_000_000
 _TICK_S = 0.05
 _QUIET_TICKS = 8
-_GAIN_S = 0.01
-_DORMANT_NS = 5_000_000_000
 TIMING = Timing(
     heartbeat_ns=200 * _MS,
     resend_ns=600 * _MS,
@@ -66,37 +63,30 @@ TIMING = Timing(
 log = structlog.get_logger("ucxkv.node")
 
 
-class Shards:
+class Shards(Showing):
     """See the module. Made when the node has its lease for the first time; `start`, and `aclose` at the end."""
 
     def __init__(
         self, node: Node, cluster: Cluster, me: Member, recovery: ShardRecovery | None, view: ClusterView
     ) -> None:
+        super().__init__(node, cluster.rule)
         self.me = me
-        self.store = node.store
         self.arrived = node.store.space.arrived
         self.arrived.has_value = self.has_value
         node.store.held_elsewhere, node.store.has_shards = self.held, True
         node.store.log_of, node.store.on_left = self._log_of, self._left
-        self.rule = cluster.rule
-        self._node = node
         self._cluster = cluster
-        self._loop = asyncio.get_running_loop()
         self._view = view
         self._wishes = Wishes(cluster.record)
         self._feeders: dict[tuple[int, Member], Feeder] = {}
-        self._gaining: set[Shard] = set()
-        self._gain_timer: asyncio.TimerHandle | None = None
+        self._mirrored: set[int] = set()
         self._tick_timer: asyncio.TimerHandle | None = None
         self._ticks = 0
         self._leaders: list[str] = []
-        self._is_resigned = ""
-        self._lease_ns = self._leased_ns = 0
         self.writes = ShardWrites(node.store, self.shards_of, self._led_token)
         journal = recovery.journal if recovery is not None else None
         self.journal = ShardJournal(journal, node.epoch, self._records)
         told = recovery.logs if recovery is not None else {}
-        self.shards: list[Shard] = []
         for number in range(cluster.record.shards):
             is_whole = recovery is not None and recovery.is_whole(number, view.shards.get(number), me.name)
             self.shards.append(Shard(number, self, me, TIMING, told.get(number), is_whole=is_whole))
@@ -111,21 +101,10 @@ class Shards:
 
     def on_lease(self, until_ns: int) -> None:
         """The node's lease runs until then; 0: it does not."""
-        self._lease_ns = until_ns
-        if until_ns and not self._leased_ns:
-            self._leased_ns = time.monotonic_ns()
-        elif not until_ns:
-            self._leased_ns = 0
+        self.leased(until_ns)
         for shard in self.shards:
             shard.handle(ev.LeaseSeen(until_ns))
-        self._node.lease_until(self._serving_ns())
-
-    def _serving_ns(self) -> int:
-        """Until when anything may be shown: not while blocks are in the directory that are led by who knows whom, and
-        no more when the node is closing.
-        """
-        is_over = not self._node.is_open or any(shard.dormant_epoch for shard in self.shards)
-        return 0 if is_over else self._lease_ns
+        self._node.lease_until(self.serving_ns())
 
     def reincarnated(self, me: Member) -> None:
         """The lease was lost, and there is another one."""
@@ -152,6 +131,10 @@ class Shards:
             self._node.members_changed()
         for key in [key for key in self._feeders if key[1] not in alive]:
             self._node.spawn(self._feeders.pop(key).aclose())
+        here = {record.node_id for record in view.members}
+        for node_id in self._mirrored - here:
+            self._node.mirrors.forget(node_id)
+        self._mirrored &= here
 
     @staticmethod
     def _leader_of(number: int, view: ClusterView) -> str:
@@ -173,6 +156,9 @@ class Shards:
         except errors.UcxKvError as exc:  # it was not written
             outcome = ev.Outcome.CONFLICT
             log.warning("shard.config", shard=shard.number, why=str(exc))
+        except Exception:  # a fault of ours: who knows
+            outcome = ev.Outcome.UNKNOWN
+            log.exception("shard.config", shard=shard.number)
         shard.handle(ev.ConfigWritten(outcome, revision))
 
     def read_config(self, shard: Shard) -> None:
@@ -186,90 +172,6 @@ class Shards:
             log.debug("shard.unread", shard=shard.number, why=str(exc))
             return
         shard.handle(ev.ConfigSeen(config, revision))
-
-    # ---- what readers see
-
-    def gain_soon(self, shard: Shard) -> None:
-        """See ShardHost: several at once, since each time all clients that map the table connect anew."""
-        self._gaining.add(shard)
-        if self._gain_timer is None:
-            self._gain_timer = self._loop.call_later(_GAIN_S, self._gain)
-
-    def _gain(self) -> None:
-        self._gain_timer = None
-        shards = [shard for shard in self._gaining if shard.is_showable]
-        self._gaining.clear()
-        if not shards:
-            return
-        self._node.lease_until(0)
-        lost = [self._show(shard) for shard in shards]
-        self._serve_again()
-        for shard, rows in zip(shards, lost, strict=True):
-            if len(rows):
-                log.error("shard.lost", shard=shard.number, blocks=len(rows))
-                shard.propose_leaves(rows)
-
-    def _show(self, shard: Shard) -> Records:
-        """Put a shard's durable blocks into the directory: those that could not be, children first."""
-        rows = shard.standby.take()
-        self.store.make_slots(len(rows), time.monotonic_ns())
-        is_absent = rows["region"] == ABSENT_REGION
-        status = np.where(is_absent, np.uint8(PutStatus.REFUSED), np.uint8(0))
-        out = self.store.handle(events.Restore(rows, status), time.monotonic_ns()).status
-        missing = out != PutStatus.STORED
-        self.free(shard, rows["offset"][missing & ~is_absent].tolist())
-        shard.is_active = True
-        lost: Records = rows[missing][::-1]
-        return lost
-
-    def lose(self, shard: Shard) -> None:
-        """See ShardHost."""
-        self._node.lease_until(0)
-        self.writes.leave_behind(shard)
-        keep = {
-            keys[at : at + KEY_BYTES]
-            for logged in shard.pending.values()
-            if logged.rows is not None
-            for keys in (logged.rows["key"][logged.rows["region"] != ABSENT_REGION].tobytes(),)
-            for at in range(0, len(keys), KEY_BYTES)
-        }
-
-        def is_mine(roots: KeyArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-            mine: np.ndarray[tuple[int], np.dtype[np.bool_]] = self.rule.own_many(roots) == shard.number
-            return mine
-
-        reply = self.store.handle(events.Withdraw(is_mine, keep), time.monotonic_ns())
-        shard.is_active, shard.dormant_epoch = False, 0
-        rows = self.writes.placed(reply.rows)
-        shard.standby.commit(rows)
-        for row in shard.limbo.values():
-            shard.standby.commit(row)
-        shard.limbo.clear()
-        shard.busy_until_ns = max(shard.busy_until_ns, reply.busy_until_ns + self.store.directory.leaving.grace_ns)
-        self._serve_again()
-        log.info("shard.hidden", shard=shard.number, blocks=reply.blocks, durable=len(rows))
-
-    def pause(self, shard: Shard) -> None:
-        """See ShardHost."""
-        self._node.lease_until(0)
-        shard.dormant_epoch = shard.replica.epoch
-
-    def resume(self, shard: Shard) -> None:
-        """See ShardHost."""
-        shard.dormant_epoch = 0
-        if self._serving_ns():
-            self._serve_again()
-
-    def _serve_again(self) -> None:
-        self._node.begin_epoch(self._node.epoch + 1)
-        self._node.lease_until(self._serving_ns())
-        self._node.members_changed()  # a client that waits for a leader which is silent looks here then
-
-    @property
-    def led(self) -> bytes:
-        """Bit s (little-endian) is set: shard s is shown here."""
-        flags = np.array([shard.is_active and not shard.dormant_epoch for shard in self.shards], np.bool_)
-        return np.packbits(flags, bitorder="little").tobytes()
 
     @property
     def leaders(self) -> list[str]:
@@ -335,8 +237,8 @@ class Shards:
     def _left(self, keys: bytes, log: int) -> None:
         """Durable blocks were found damaged, and are hidden already: all members are to know."""
         rows = np.zeros(len(keys) // KEY_BYTES, COMMIT_DTYPE)
-        rows["key"] = np.frombuffer(keys, "V16")
-        self.shards[log].propose_leaves(rows)
+        rows["key"], rows["region"] = np.frombuffer(keys, "V16"), ABSENT_REGION
+        self.shards[log].owe_leaves(rows)
 
     def durable_rows(self, shard: Shard) -> Records:
         """See ShardHost."""
@@ -393,6 +295,7 @@ class Shards:
             if record is None:
                 return
             mirror = self._node.mirrors.to(record.info)
+            self._mirrored.add(record.node_id)
             feeder = Feeder(shard, to, mirror, lambda said: self._tell(to, said), self.store.segment.address)
             self._feeders[shard.number, to] = feeder
         feeder.send(message)
@@ -437,7 +340,7 @@ class Shards:
                 shard.handle(ev.Tick())
         if is_slow:
             self._hand_over()
-            self._lose_dormant()
+            self.try_again()
             self._look_for_failure()
 
     def _hand_over(self) -> None:
@@ -449,19 +352,10 @@ class Shards:
                 shard.handle(ev.HandOver())
                 return
 
-    def _lose_dormant(self) -> None:
-        """Serve the rest, where nobody leads a shard that this node had, though it has had its lease for a while."""
-        if self._leased_ns and time.monotonic_ns() - self._leased_ns > _DORMANT_NS:
-            for shard in self.shards:
-                if shard.dormant_epoch:
-                    self.lose(shard)
-
     def _look_for_failure(self) -> None:
         failed = next((shard for shard in self.shards if shard.replica.role is Role.FAILED), None)
-        if failed is not None and not self._is_resigned:
-            self._is_resigned = f"shard {failed.number} failed"
-            log.error("shards.resigned", why=self._is_resigned)
-            self._node.resign(self._is_resigned)
+        if failed is not None:
+            self.resign(f"shard {failed.number} failed")
 
     # ---- reports, the end
 
@@ -477,7 +371,7 @@ class Shards:
 
     def facts(self) -> dict[str, str]:
         """For the report."""
-        return {"shards": self._is_resigned or waiting_for(self._view), "replicas": str(self._cluster.record.replicas)}
+        return {"shards": self.why_resigned or waiting_for(self._view), "replicas": str(self._cluster.record.replicas)}
 
     def held(self) -> Iterable[int]:
         """Offsets of this node's extents that the shards have outside of the directory; for `HostStore.check`."""

@@ -156,12 +156,12 @@ class ShardWrites(Staging):
             behind.answer(behind.status, token)
             return
         rows = self._waiting[tag].rows
-        reply = self.settle(tag, token)
+        reply = self.settle(tag, token, is_freeing=False)
         if reply.left:
             keys = rows["key"].tobytes()
             at = {keys[_KEY * i : _KEY * i + _KEY]: i for i in range(len(rows))}
             left = [at[reply.left[i : i + _KEY]] for i in range(0, len(reply.left), _KEY)]
-            shard.propose_leaves(rows[np.array(left)])
+            shard.owe_leaves(rows[np.array(left)])
 
     def refused(self, effect: ev.Refused) -> None:
         """See Writes."""
