@@ -170,8 +170,11 @@ if ((with_tests)); then
   ((quick)) && marks="not torch and not slow"
   # most tests wait for processes and timers: one worker a core, whole files each, at most four
   workers=$(nproc)
-  step "pytest" 1800 "$UCXKV_PYTHON" -m pytest -m "$marks" --durations=15 -n $((workers < 4 ? workers : 4)) \
+  step "pytest" 1800 "$UCXKV_PYTHON" -m pytest -m "$marks and not replicas" --durations=15 -n $((workers < 4 ? workers : 4)) \
     --dist loadfile --junitxml="$reports/core.xml" ${pytest_args[@]+"${pytest_args[@]}"}
+  # clusters that are killed and start again wait for leases and processes: four at once
+  step "pytest -m replicas" 900 "$UCXKV_PYTHON" -m pytest -m "$marks and replicas" --durations=15 -n 4 \
+    --dist load --junitxml="$reports/replicas.xml" ${pytest_args[@]+"${pytest_args[@]}"}
 fi
 if ((fault_runs)); then
   network_tools

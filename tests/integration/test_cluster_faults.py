@@ -15,6 +15,7 @@ from tests.hosts import why_not
 
 SCRIPT = Path(__file__).resolve().parent.parent.parent / "scripts" / "cluster_faults.py"
 pytestmark = [
+    pytest.mark.replicas,
     pytest.mark.faults,
     pytest.mark.slow,
     pytest.mark.timeout(600),

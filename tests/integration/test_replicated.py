@@ -17,7 +17,7 @@ from ucxkv import PutStatus, errors
 from ucxkv.node import Node
 from ucxkv.node.config import NodeConfig
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.faults, pytest.mark.replicas, pytest.mark.timeout(180)]
 
 
 async def command(*words: str) -> tuple[int, str]:

@@ -22,7 +22,7 @@ from ucxkv import DeleteStatus, PutStatus, errors
 from ucxkv.ids import ROOT_KEY
 from ucxkv.sharding import ShardRule
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.faults, pytest.mark.replicas, pytest.mark.timeout(300)]
 
 
 async def _leader(trio: Trio, root: bytes) -> str:

@@ -24,7 +24,7 @@ from ucxkv import errors
 from ucxkv.control import open_control
 from ucxkv.control.etcd import EtcdControl
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.faults, pytest.mark.replicas, pytest.mark.timeout(300)]
 
 
 async def test_two_nodes_with_one_name(trio: Trio) -> None:

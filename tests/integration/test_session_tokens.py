@@ -16,7 +16,7 @@ from tests.harness import NodeProcess, wait_until
 from tests.integration.replicas import SHARDS, Trio
 from ucxkv import DeleteStatus, PutStatus, ReadStatus, Token, errors
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.faults, pytest.mark.replicas, pytest.mark.timeout(180)]
 PATHS = pytest.mark.parametrize("path", ["mapped", "message"])
 
 
