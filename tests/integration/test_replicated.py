@@ -220,3 +220,20 @@ async def test_a_shard_whose_holders_are_gone_for_good_is_given_another_leader(t
         assert await fresh.put(kv, 20) == 20
         await fresh.check(kv)
     assert (await command("elect", "--cluster", trio.url))[1].startswith("every shard has a live holder")
+
+
+@pytest.mark.parametrize("trio", [1], indirect=True)
+async def test_a_cache_without_durable_blocks_loses_nothing_but_its_blocks(trio: Trio) -> None:
+    """Goal: nobody has to act when a node of a plain cache dies. Method: the defaults, one copy and no journal; a node
+    is killed and returns: all shards are led again; it is killed for good: the other leads all, and puts go on."""
+    trio.start("a", "b", durability="memory")
+    await trio.settled(followed=0)
+    async with connected(trio) as kv:
+        assert await kv.put(os.urandom(16), b"v") is PutStatus.STORED
+        trio.kill("a")
+        trio.start("a", durability="memory")
+        await trio.settled(followed=0)
+        trio.kill("a")
+        await trio.settled(followed=0)
+        for _ in range(20):
+            assert await kv.put(os.urandom(16), b"v", deadline_s=30) is PutStatus.STORED

@@ -70,7 +70,9 @@ async def _elect(url: str, wanted: list[int] | None, node: str, *, accept_loss: 
         for at, number in enumerate(sorted(lost)):
             config, revision = view.shards[number]
             heir = heirs[at % len(heirs)]
-            await cluster.set_shard(number, revision, ShardConfig(config.epoch + 1, heir, frozenset({heir})))
+            await cluster.set_shard(
+                number, revision, ShardConfig(config.epoch + 1, heir, frozenset({heir}), config.keeps)
+            )
             done[number] = heir.name
         return done
     finally:

@@ -89,6 +89,7 @@ class ShardRecord(Record, frozen=True, kw_only=True):
     epoch: Positive
     leader: Member
     insync: tuple[Member, ...]
+    keeps: bool = True
 
     def __post_init__(self) -> None:
         if self.leader not in self.insync:
@@ -97,12 +98,13 @@ class ShardRecord(Record, frozen=True, kw_only=True):
     @classmethod
     def of(cls, config: ShardConfig) -> Self:
         """The record of a configuration."""
-        return cls(epoch=config.epoch, leader=config.leader, insync=tuple(sorted(config.insync)))
+        insync = tuple(sorted(config.insync))
+        return cls(epoch=config.epoch, leader=config.leader, insync=insync, keeps=config.keeps)
 
     @property
     def config(self) -> ShardConfig:
         """The configuration of a record."""
-        return ShardConfig(self.epoch, self.leader, frozenset(self.insync))
+        return ShardConfig(self.epoch, self.leader, frozenset(self.insync), self.keeps)
 
 
 class Draining(Record, frozen=True, kw_only=True):

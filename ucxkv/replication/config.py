@@ -22,13 +22,15 @@ class Member(NamedTuple):
 class ShardConfig:
     """A shard's place in the world. Changed by compare-and-set alone, by its leader or by who becomes it.
 
-    epoch: grows with each new leader, whose in-sync set is itself alone at first. insync: the members that hold every
-    acknowledged record, the leader among them.
+    epoch: grows with each new leader. insync: the members that hold every acknowledged record, the leader among them.
+    keeps: whether records are taken. Where they are not there is nothing to lose, and a shard whose holders have ended
+    is begun anew by whoever is wished to lead it.
     """
 
     epoch: int
     leader: Member
     insync: frozenset[Member]
+    keeps: bool = True
 
     def __post_init__(self) -> None:
         if self.epoch < 1 or self.leader not in self.insync:

@@ -131,12 +131,14 @@ class Leading:
             if heirs:
                 first = replica.wish[:1]  # or two that are wished for less could hand it to each other for ever
                 heir = max(heirs, key=lambda m: ((m.name,) == first, self._feeds[m].match, m))
-                return ShardConfig(config.epoch + 1, heir, config.insync)
+                return replace(config, epoch=config.epoch + 1, leader=heir)
             self.is_leaving = False
         for member in sorted(others):
             if self._is_lost(member, now_ns) or (not self._is_wished(member) and self._has_all_wished(config)):
                 self._replaced.discard(member)
                 return replace(config, insync=config.insync - {member})
+        if replica.keeps and not config.keeps:
+            return replace(config, keeps=True)
         if not self.is_ready:  # not before all that was acknowledged is known to be here
             return None
         names = {member.name for member in config.insync}

@@ -11,6 +11,8 @@ The rules (each has a planted bug in tests/sim that breaks it, and is found):
       whole. The compare-and-set is on the revision at which it saw itself in the set. The others of the set that live
       stay in it: whatever they have and the new leader has not was confirmed to nobody, and goes. An epoch begins with
       an entry of its leader's; nothing is served before that is committed.
+      A shard that takes no records (`ShardConfig.keeps`) has nothing to lose: where none of its members lives, whoever
+      is wished to lead it begins it anew.
   R4  A member takes over only when the leader's lease is known to be over: the members' list is as new as the
       configuration, and the leader is not on it.
   R5  A leader serves while its own lease runs by its own clock, and no longer: see `serve_until_ns`.
@@ -28,7 +30,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ucxkv.replication import events as ev
@@ -66,8 +68,12 @@ class Recovered:
 class Replica:
     """See the module. me: this incarnation."""
 
-    def __init__(self, me: Member, timing: Timing | None = None, recovered: Recovered | None = None) -> None:
+    def __init__(
+        self, me: Member, timing: Timing | None = None, recovered: Recovered | None = None, *, keeps: bool = True
+    ) -> None:
+        """keeps: whether this node takes records at all; see `ShardConfig`."""
         self.me = me
+        self.keeps = keeps
         self.timing = timing or Timing()
         self.role = Role.OUT
         self.epoch = 0
@@ -156,7 +162,8 @@ class Replica:
             return ev.Refusal.NO_LEASE
         if self.log.last_index - self.watermark + count > self.timing.pending_records:
             return ev.Refusal.OVERLOADED
-        if self.config.value is None or len(self.config.value.insync) < self.timing.insync_min:
+        config = self.config.value
+        if config is None or not config.keeps or len(config.insync) < self.timing.insync_min:
             return ev.Refusal.TOO_FEW
         return None
 
@@ -247,10 +254,12 @@ class Replica:
             return
         if config is None:
             if self.config.is_known and self.wish[:1] == (self.me.name,):
-                self.config.write(ShardConfig(1, self.me, frozenset({self.me})), now_ns)
+                self.config.write(ShardConfig(1, self.me, frozenset({self.me}), self.keeps), now_ns)
         elif self.is_insync and self.is_leader_gone(config):
             stay = (config.insync & self.alive) - self.claims | {self.me}
-            self.config.write(ShardConfig(config.epoch + 1, self.me, stay), now_ns)
+            self.config.write(replace(config, epoch=config.epoch + 1, leader=self.me, insync=stay), now_ns)
+        elif not config.keeps and self.is_abandoned(config) and self.wish[:1] == (self.me.name,):
+            self.config.write(ShardConfig(config.epoch + 1, self.me, frozenset({self.me}), self.keeps), now_ns)
 
     @property
     def is_insync(self) -> bool:
@@ -263,6 +272,10 @@ class Replica:
         if config.leader == self.me:
             return False
         return self.alive_revision >= self.config.revision and config.leader not in self.alive
+
+    def is_abandoned(self, config: ShardConfig) -> bool:
+        """Whether none of its members lives."""
+        return self.is_leader_gone(config) and self.alive.isdisjoint(config.insync)
 
     def config_changed(self, now_ns: int) -> None:
         """A newer configuration was seen, or an own one written."""

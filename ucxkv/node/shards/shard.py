@@ -59,10 +59,20 @@ log = structlog.get_logger("ucxkv.node")
 
 
 class Shard:
-    """See the module. number: which one; told: what the journal says of it; is_whole: see `Recovered`."""
+    """See the module. number: which one; told: what the journal says of it; is_whole: see `Recovered`; keeps: see
+    `ShardConfig`.
+    """
 
     def __init__(
-        self, number: int, host: ShardHost, me: Member, timing: Timing, told: ShardLog | None, *, is_whole: bool
+        self,
+        number: int,
+        host: ShardHost,
+        me: Member,
+        timing: Timing,
+        told: ShardLog | None,
+        *,
+        is_whole: bool,
+        keeps: bool,
     ) -> None:
         self.number = number
         self.is_active = False
@@ -93,7 +103,7 @@ class Shard:
             for logged in told.entries:
                 host.free(self, places_of(logged.rows) if logged.rows is not None else [])
             host.persist(self, 0, [reset_record(number, 0, 0)])
-        self.replica = Replica(me, timing, recovered)
+        self.replica = Replica(me, timing, recovered, keeps=keeps)
 
     # ---- events and effects
 

@@ -87,9 +87,10 @@ class Shards(Showing):
         journal = recovery.journal if recovery is not None else None
         self.journal = ShardJournal(journal, node.epoch, self._records)
         told = recovery.logs if recovery is not None else {}
+        keeps = recovery is not None or cluster.record.replicas > 1
         for number in range(cluster.record.shards):
             is_whole = recovery is not None and recovery.is_whole(number, view.shards.get(number), me.name)
-            self.shards.append(Shard(number, self, me, TIMING, told.get(number), is_whole=is_whole))
+            self.shards.append(Shard(number, self, me, TIMING, told.get(number), is_whole=is_whole, keeps=keeps))
 
     def start(self, log_bytes: int) -> None:
         """Begin. log_bytes: of the journal behind its last snapshot."""
