@@ -194,7 +194,7 @@ class Client(BlockCalls):
         deadline_ns = self._deadline(deadline_s)
         answered: list[NodeLink] = []
         out = np.full(len(rows), DeleteStatus.MISS if self._router.links else DeleteStatus.UNAVAILABLE, np.uint8)
-        for link in list(self._router.links.values()):
+        for link in list(self._router.order(rows[0].tobytes())) if len(rows) else ():  # the likeliest holder first
             wanted = np.flatnonzero((out == DeleteStatus.MISS) | (out == DeleteStatus.UNAVAILABLE))
             if not len(wanted):
                 break
