@@ -168,8 +168,8 @@ if ((with_tests)); then
   etcd_server
   marks="not torch"
   ((quick)) && marks="not torch and not slow"
-  # most tests wait for processes and timers: one worker a core, whole files each, at most four
-  workers=$(nproc)
+  # most tests wait for processes and timers: one worker more than cores, whole files each, at most four
+  workers=$(($(nproc) + 1))
   step "pytest" 1800 "$UCXKV_PYTHON" -m pytest -m "$marks and not replicas" --durations=15 -n $((workers < 4 ? workers : 4)) \
     --dist loadfile --junitxml="$reports/core.xml" ${pytest_args[@]+"${pytest_args[@]}"}
   # clusters that are killed and start again wait for leases and processes: four at once

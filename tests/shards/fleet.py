@@ -77,6 +77,7 @@ class Fleet:
         """By index: the record that was applied (b"" of a leader's first)."""
         self.leaves: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
         """By key: the highest index of a Leave of it that anybody's log ever had."""
+        self._turns: dict[bytes, int] = {}
         self.sure: dict[bytes, bytes | None] = {}
         """What was acknowledged last, and nothing was begun since: the value, None: deleted."""
         self.damaged: set[bytes] = set()
@@ -206,15 +207,22 @@ class Fleet:
             life.store.space.take_back(life.session, offsets)
             return
 
-        was = self.sure.pop(key, None)
+        was, turn = self.sure.pop(key, None), self._turn_of(key)
 
         def told(status: bytes | None) -> None:
+            if self._turns[key] != turn:
+                return  # something was asked after it, and that decides
             if status == bytes((PutStatus.STORED,)):
                 self.sure[key] = data
             elif status is not None and was is not None:
                 self.sure[key] = was
 
         self.waiting.append(Asked(life, key, future, told))
+
+    def _turn_of(self, key: bytes) -> int:
+        """How often something was asked of this key."""
+        self._turns[key] = self._turns.get(key, 0) + 1
+        return self._turns[key]
 
     def delete(self, name: str, shard: int, at: int) -> None:
         key = CHAINS[shard][at]
@@ -228,9 +236,11 @@ class Fleet:
             future = life.shards.writes.delete(request, self.clock.now_ns)
         except errors.UcxKvError:
             return
-        was = self.sure.pop(key, None)
+        was, turn = self.sure.pop(key, None), self._turn_of(key)
 
         def told(status: bytes | None) -> None:
+            if self._turns[key] != turn:
+                return
             if status == bytes((DeleteStatus.DELETED,)):
                 self.sure[key] = None
             elif status is not None and was is not None:
@@ -304,7 +314,7 @@ class Fleet:
                 self.waiting.remove(one)
                 is_answered = not one.future.cancelled() and one.future.exception() is None
                 if not one.is_damaged:
-                    one.told(one.future.result() if is_answered else None)
+                    one.told(one.future.result().status if is_answered else None)
         for life in self.lives.values():
             self._check_hands(life)
             if life.store.serving.end_ns:

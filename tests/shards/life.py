@@ -168,7 +168,7 @@ class Life:
         )
         self.store = HostStore(config, fleet.incarnations, 1)
         self.store.serving.until(0)
-        self.mirrors = SimpleNamespace(to=lambda info: FleetMirror(self, info.name))
+        self.mirrors = SimpleNamespace(to=lambda info: FleetMirror(self, info.name), forget=lambda node_id: None)
         self.peers = SimpleNamespace(tell_name=lambda to, message: fleet.net.append((name, to, message)))
         recovery = None
         if memory is not None:
