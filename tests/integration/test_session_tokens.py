@@ -173,7 +173,12 @@ async def test_a_follower_that_lags_is_passed_over(trio: Trio, path: str) -> Non
         old = kv.token
         trio.nodes["b"].freeze()
         more, newer = chain(1)
-        assert await kv.put(more[0], newer[0], keys[-2], durable=True, deadline_s=30) is PutStatus.STORED
+
+        async def is_stored() -> bool:  # a leader that loses its lease on a busy machine says UNAVAILABLE once
+            status = await kv.put(more[0], newer[0], keys[-2], durable=True, deadline_s=30)
+            return status in (PutStatus.STORED, PutStatus.ALREADY)
+
+        await wait_until(is_stored, "the leader goes on without the follower", 60)
 
         async def leads_all() -> bool:
             result = await kv.get_many(keys, root=keys[0])  # which has it notice another epoch
