@@ -8,7 +8,7 @@ import pytest
 
 from ucxkv.replication import Member, Recovered, Replica, Role, ShardConfig
 from ucxkv.replication import events as ev
-from ucxkv.replication.messages import Append, Appended
+from ucxkv.replication.messages import Append, Appended, Rejected, SnapshotPart
 
 A, B, C = Member("a", 1), Member("b", 2), Member("c", 3)
 NOW = 10**9
@@ -231,3 +231,18 @@ def test_a_history_that_was_given_up_by_hand_is_given_up_by_who_has_it(records: 
         wire.tick()
     assert b.role is Role.LEADER
     assert [record for record in wire.applied[B] if record] == [b"new%d" % i for i in range(records)]
+
+
+def test_a_snapshot_of_another_history_is_taken_when_what_was_here_is_gone() -> None:
+    """Goal: no value of a snapshot is given back with the history that it replaces. Method: a member with committed
+    records gets a part of an elected leader's snapshot at an index that it has: it drops its own and takes nothing of
+    the part; the part comes again, and then it is taken."""
+    wire = Wire(A, B)
+    wire.feed(A, ev.Propose(1, tuple(b"old%d" % i for i in range(5))))
+    wire.tick()
+    b, part = wire.replicas[B], SnapshotPart(C, 9, 3, 9, 0, 1, b"new")
+    effects = b.handle(ev.Received(part), wire.now)
+    assert [effect.chunks for effect in effects if isinstance(effect, ev.Restore)] == [()] and b.watermark == 0
+    assert any(isinstance(effect, ev.Send) and isinstance(effect.message, Rejected) for effect in effects)
+    effects = b.handle(ev.Received(part), wire.now)
+    assert [effect.chunks for effect in effects if isinstance(effect, ev.Restore)] == [(b"new",)] and b.watermark == 3

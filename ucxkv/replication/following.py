@@ -135,7 +135,9 @@ class Following:
         """Whether there is something to confirm."""
         replica = self._replica
         if replica.is_other_history(message.index, message.entry_epoch):
-            self._forsake()
+            self._forsake()  # with it go values that this part names: it has to come again
+            self._reject(message.sender)
+            return False
         if message.index <= replica.watermark:
             self._match = max(self._match, replica.watermark)
             return True

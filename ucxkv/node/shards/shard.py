@@ -120,10 +120,10 @@ class Shard:
                 for effect in effects:
                     self._perform(effect)
         except Exception as exc:  # a fault of ours: what was to be done is half done, so this node is not to go on
-            log.exception("shard.broken", shard=self.number)
             self._todo.clear()
             self.replica.fail(f"a fault of the program: {exc!r}")
             self._host.broken(self, repr(exc))
+            log.exception("shard.broken", shard=self.number)  # last: it may be the log that can't be written
         finally:
             self._is_handling = False
         if self.replica.serve_until_ns:
