@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 __all__ = ["NodeProcess", "open_files", "wait_until"]
 
@@ -73,7 +73,7 @@ class NodeProcess:
         self.address: str = ready["address"]
         self.pid: int = ready["pid"]
 
-    def _ready(self) -> dict[str, str | int]:
+    def _ready(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         if not select.select([self.process.stdout], [], [], _READY_S)[0]:
             raise TimeoutError("the node was not ready in time")
@@ -81,7 +81,7 @@ class NodeProcess:
         if not line:
             self.process.wait(_READY_S)  # its last words come after the end of its output
             raise RuntimeError(f"the node ended ({self.process.returncode}): {self.log()[-2000:]}")
-        ready: dict[str, str | int] = json.loads(line)
+        ready: dict[str, Any] = json.loads(line)
         return ready
 
     def log(self) -> str:

@@ -163,7 +163,8 @@ class Hosts:
     ) -> NodeProcess:
         """A node inside of a host, listening on the host's address, or on `listen`."""
         prefix, listen = tuple(self.argv(name)), listen or f"{self.address(name)}:{port}"
-        return NodeProcess(node_name or f"n-{name}", listen=listen, prefix=prefix, **options)
+        flags: dict[str, Any] = options
+        return NodeProcess(node_name or f"n-{name}", listen=listen, prefix=prefix, **flags)
 
     # ---- faults
 
