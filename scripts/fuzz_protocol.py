@@ -83,7 +83,7 @@ class Generator:
         if hint is bytes:
             return rng.randbytes(rng.choice((0, 1, 16, 32, 200)))
         if get_origin(hint) is list:
-            return [self.message(get_args(hint)[0]) for _ in range(rng.randrange(3))]
+            return [self.value(name, get_args(hint)[0]) for _ in range(rng.randrange(3))]
         if get_origin(hint) is dict:
             return {rng.choice(_TEXTS): self.value(name, get_args(hint)[1])}
         return self.message(hint)

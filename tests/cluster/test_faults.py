@@ -18,7 +18,9 @@ from tests.cluster.faults import FORGETTING, KINDS, LOCAL, Field, Rules, draw
 from tests.cluster.machines import NodeMachine
 from tests.cluster.worker import _shards
 from ucxkv.control import Entry
-from ucxkv.control.records import Replica, ShardConfig, encode_record
+from ucxkv.control.mirror import Picture
+from ucxkv.control.records import ShardRecord, encode_record
+from ucxkv.replication import Member, ShardConfig
 
 
 class FakeHosts:
@@ -85,9 +87,9 @@ def test_victims_are_who_leads() -> None:
     field = Field(FakeMachines())  # type: ignore[arg-type]
     assert {field.leader(random.Random(seed)).name for seed in range(30)} == {"a", "b", "c"}
     assert field.led_by(["a"]) == []
-    config = ShardConfig(epoch=4, leader=Replica("b", 2), insync=(Replica("b", 2), Replica("c", 1)))
-    entries = [Entry(f"shards/{number}", encode_record(config), 7) for number in range(4)]
-    field.shards = _shards({entry.key: entry for entry in entries})
+    config = ShardConfig(epoch=4, leader=Member("b", 2), insync=frozenset((Member("b", 2), Member("c", 1))))
+    entries = [Entry(f"shards/{number}", encode_record(ShardRecord.of(config)), 7) for number in range(4)]
+    field.shards = _shards(Picture({entry.key: entry for entry in entries}, 7))
     assert field.shards["3"] == {"epoch": 4, "leader": "b", "insync": ["b", "c"]}
     leader = field.leader(random.Random(1))
     replica = field.replica_of(leader, random.Random(1))

@@ -34,7 +34,7 @@ from tests.cluster.load import Filler, Load
 from tests.cluster.record import Log
 from ucxkv import errors
 from ucxkv.control import open_control
-from ucxkv.control.mirror import mirror
+from ucxkv.control.mirror import Picture, mirror
 
 _ROUND_S = 0.2
 
@@ -155,7 +155,7 @@ class Worker:
             await asyncio.sleep(_ROUND_S)
 
 
-def _shards(picture: Any) -> dict[str, Any]:
+def _shards(picture: Picture) -> dict[str, Any]:
     """Shard -> epoch, leader and the names in sync."""
     found = {}
     for key, entry in picture.entries.items():
