@@ -77,6 +77,9 @@ trap 'rm -rf "$reports"' EXIT
 summary=() failed_steps=0 foreground=()
 [ -t 0 ] && foreground=(--foreground) # so that Ctrl-C reaches the step
 
+# most tests wait for processes and timers: one worker more than cores, whole files each, at most four
+workers=$(($(nproc) < 4 ? $(nproc) + 1 : 4))
+
 step() {
   # step NAME SECONDS COMMAND...: a header, the command under a time limit, its outcome and how long it took.
   local name="$1" limit_s="$2" started=$SECONDS code outcome=passed
@@ -136,11 +139,12 @@ etcd_server() {
 }
 
 fault_steps() {
-  # The fault tests, run after run, then a line of their own.
+  # The fault tests of the data path and of one cluster's life, run after run, then a line of their own. Clusters with
+  # replicas have campaigns of their own (scripts/cluster_faults.py).
   local run
   for ((run = 1; run <= fault_runs; run++)); do
-    step "pytest -m faults, run $run of $fault_runs" 2400 "$UCXKV_PYTHON" -m pytest -q -m faults \
-      --junitxml="$reports/faults-$run.xml"
+    step "pytest -m faults, run $run of $fault_runs" 2400 "$UCXKV_PYTHON" -m pytest -q -m "faults and not replicas" \
+      -n "$workers" --dist loadfile --junitxml="$reports/faults-$run.xml"
   done
   printf '\n== faults: %d runs in a row, %d of them failed: ' "$fault_runs" "$failed_steps"
   count_tests
@@ -168,9 +172,7 @@ if ((with_tests)); then
   etcd_server
   marks="not torch"
   ((quick)) && marks="not torch and not slow"
-  # most tests wait for processes and timers: one worker more than cores, whole files each, at most four
-  workers=$(($(nproc) + 1))
-  step "pytest" 1800 "$UCXKV_PYTHON" -m pytest -m "$marks and not replicas" --durations=15 -n $((workers < 4 ? workers : 4)) \
+  step "pytest" 1800 "$UCXKV_PYTHON" -m pytest -m "$marks and not replicas" --durations=15 -n "$workers" \
     --dist loadfile --junitxml="$reports/core.xml" ${pytest_args[@]+"${pytest_args[@]}"}
   # clusters that are killed and start again wait for leases and processes: four at once
   step "pytest -m replicas" 900 "$UCXKV_PYTHON" -m pytest -m "$marks and replicas" --durations=15 -n 4 \
