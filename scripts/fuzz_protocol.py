@@ -57,7 +57,7 @@ _BUSY = (
     m.Damaged,
     m.OpenData,
 )
-_ONE_WAY = {kind.CODE for kind in (m.Touch, m.Return, m.Damaged, m.Release, m.Surrender)}
+_ONE_WAY = {kind.CODE for kind in (m.Touch, m.Return, m.Damaged, m.Release, m.Surrender, m.Replicate, m.Lacks)}
 _SESSIONS_A_NODE = 300
 
 

@@ -90,6 +90,8 @@ class TwoShards(RuleBasedStateMachine):
         elif isinstance(what, cx.AskPin):
             if not self.apply(to, what).ok:
                 self.wire.append((to, sender, cx.Unpin(what.parent, what.child, what.token)))
+        elif isinstance(what, cx.Orphaned | cx.Pinned) and (to, what.child) in self.excused:
+            self.apply_losing(to, what)  # what is lost there goes on to what is below it here
         else:
             self.apply(to, what)
 
@@ -185,6 +187,10 @@ class TwoShards(RuleBasedStateMachine):
 
     def apply_loss(self, shard: int, what: Any) -> None:
         self.losses += 1
+        self.apply_losing(shard, what)
+
+    def apply_losing(self, shard: int, what: Any) -> None:
+        """What may take pins away: the children that they were for stay visible until they hear of it."""
         self.disturb()
         before = set(self.cores[shard].elsewhere.pins)
         self.apply(shard, what)

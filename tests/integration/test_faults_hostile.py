@@ -122,6 +122,8 @@ def test_every_well_formed_request_is_answered_or_refused(victim: NodeProcess, b
         m.Join,
         m.PutPart,
         m.OpenData,
+        m.Replicate,
+        m.Lacks,
     )
     with _open(victim, role) as peer:
         for message in batch:
