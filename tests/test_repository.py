@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import ucxkv
+from tests.long import LONG
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIPPED_FOLDERS = {".git", "__pycache__", "build", "dist", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
@@ -47,6 +48,14 @@ def test_no_module_is_over_500_lines_and_no_c_file_over_600() -> None:
         str(path.relative_to(ROOT)): _lines(path) for path in FILES if _lines(path) > limits.get(path.suffix, 10**9)
     }
     assert long == {}
+
+
+@pytest.mark.parametrize("pattern", LONG)
+def test_what_a_full_run_leaves_out_is_there(pattern: str) -> None:
+    """Goal: a renamed test is not run, or left out, by mistake. Method: each pattern's function is looked for."""
+    path, _, name = pattern.partition("::")
+    name = re.split(r"[\[*]", name)[0]
+    assert re.search(rf"def {name}\w*\(", (ROOT / "tests" / path).read_text())
 
 
 def test_no_file_is_over_one_mebibyte() -> None:
