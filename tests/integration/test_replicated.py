@@ -39,6 +39,7 @@ async def test_a_durable_block_outlives_its_leader(trio: Trio) -> None:
     async with connected(trio) as kv:
         assert await writer.put(kv, 60) == 60
         await writer.delete_tails(kv, 4)
+        await trio.settled(followed=4)  # on a busy machine a member may have fallen behind: alone it takes nothing over
         trio.kill("a")
         assert await writer.put(kv, 30) >= 25
         await writer.check(kv)

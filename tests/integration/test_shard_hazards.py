@@ -12,7 +12,7 @@ import pytest
 
 import ucxkv
 from tests.harness import wait_until
-from ucxkv import PutStatus
+from ucxkv import DeleteStatus, PutStatus
 from ucxkv.directory.log import COMMIT_DTYPE
 from ucxkv.node import Node, NodeConfig
 from ucxkv.node.shards.records import LoggedEntry, ShardLog
@@ -128,6 +128,40 @@ async def test_a_put_that_waited_is_not_carried_out_by_a_node_that_leads_no_more
             assert await lost is PutStatus.UNAVAILABLE
             assert await late is PutStatus.STORED
             assert not a.store.directory.match(key) and not shard.is_active
+        a.store.check()
+
+
+@pytest.mark.parametrize("is_delete", [False, True])
+async def test_what_every_member_has_is_acknowledged_though_the_lease_ended(tmp_path: Path, is_delete: bool) -> None:
+    """Goal: a put or delete that is in the log is not of unknown outcome, as it was when other shards were handed over
+    at that moment. Method: the follower does not confirm until the leader has gone over to another epoch, without a
+    lease.
+    """
+    async with Node(config(tmp_path, "a")) as a, Node(config(tmp_path, "b")) as b:
+        await all_held(a, b)
+        assert a.cluster is not None and a.cluster.shards is not None
+        assert b.cluster is not None and b.cluster.shards is not None
+        shard = next(shard for shard in a.cluster.shards.shards if shard.is_active)
+        key, hears = key_in(shard.number, 1), b.cluster.shards.received
+        async with ucxkv.connect(a.address) as kv:
+            if is_delete:
+                assert await kv.put(key, b"v", durable=True) is PutStatus.STORED
+            b.cluster.shards.received = lambda *_: None  # type: ignore[method-assign]
+            if is_delete:
+                call: asyncio.Task[object] = asyncio.create_task(kv.delete([key], deadline_s=10))
+            else:
+                call = asyncio.create_task(kv.put(key, b"v", durable=True, deadline_s=10))
+            await wait_until(lambda: a.store.directory.durable.is_busy, "it is staged")
+            renew = a.store.serving.until
+            a.store.serving.until = lambda *_: None  # type: ignore[method-assign]
+            a.begin_epoch(a.epoch + 1)
+            b.cluster.shards.received = hears  # type: ignore[method-assign]
+            if is_delete:
+                assert list(await call) == [DeleteStatus.DELETED]  # type: ignore[call-overload]
+            else:
+                assert await call is PutStatus.STORED
+            assert not a.store.serving.is_running
+            a.store.serving.until = renew  # type: ignore[method-assign]
         a.store.check()
 
 

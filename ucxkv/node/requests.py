@@ -266,13 +266,13 @@ class Requests:
         return self._durable.put(session, request, time.monotonic_ns())
 
     async def _put_durably(self, session: Session, staged: asyncio.Future[Outcome], request: m.Put) -> Message:
-        status, token = await staged
+        status, token, is_logged = await staged
         if session.id not in self._node.sessions:
             raise _ended()
         index = self._store.directory.generation
         answer = self._store.put_done(session.id, request, status, index, 0, time.monotonic_ns(), token)
         self._lend(session, answer.refill_capacity, answer.refill_offsets)
-        return self._acknowledged(answer)
+        return answer if is_logged else self._acknowledged(answer)
 
     def _in_turn(self, session: Session, request: m.Put | m.PutPart) -> Coroutine[object, object, Message]:
         """A put that waits for what is staged, or behind those of its session that do."""
@@ -322,7 +322,8 @@ class Requests:
             await self._durable.until_free(request)
             self._still_led(session, request)
             staged = self._durable.delete(request, time.monotonic_ns())
-        return self._acknowledged(_statuses(await staged))
+        outcome = await staged
+        return _statuses(outcome) if outcome.is_logged else self._acknowledged(_statuses(outcome))
 
     def _read_at(self, request: m.ReadAt) -> m.FoundAt:
         if self._node.cluster is None:

@@ -39,11 +39,13 @@ _NO_ROWS = np.empty(0, COMMIT_DTYPE)
 
 class Outcome(NamedTuple):
     """What a durable put or delete came to. status: one byte a key; token: the log's entries that made it so, where the
-    log is a shard's.
+    log is a shard's. is_logged: every member in sync has it in its log, so that it is true whatever has become of this
+    node's lease.
     """
 
     status: bytes
     token: Token = NOTHING_SEEN
+    is_logged: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -59,9 +61,9 @@ class Waiting:
     rows: Records
 
     def answer(self, status: bytes, token: Token = NOTHING_SEEN) -> None:
-        """Whoever asked is told."""
+        """Whoever asked is told. token: the entry of the shard's log that has it."""
         if not self.done.done():
-            self.done.set_result(Outcome(status, token))
+            self.done.set_result(Outcome(status, token, token is not NOTHING_SEEN))
 
     def refuse(self, why: errors.UcxKvError) -> None:
         """Whoever asked is told that it is not so."""

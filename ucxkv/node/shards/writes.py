@@ -3,6 +3,7 @@ settled when the log has them.
 
 Promises
   - A durable put or delete is answered when every in-sync member of its shard has it, and seen by readers from then on.
+  - Then it is so, and answered so, whatever has become of this node's lease: whoever leads next has it in its log.
   - One that this node can't know the outcome of, since it leads no more, is answered UNAVAILABLE: it may have happened.
   - A call over several shards is one batch a shard; each has its own answer, and the call's is all of them.
   - What is answered comes with the entries of the logs that made it so; what was so before, with how far they are.
@@ -213,16 +214,17 @@ def _picked(request: m.Put, rows: list[int]) -> m.Put:
 
 async def _gathered(n: int, parts: list[tuple[list[int], asyncio.Future[Outcome]]], otherwise: int) -> Outcome:
     """The outcomes of all parts; `otherwise` where one ended in an error."""
-    out, seen = bytearray((otherwise,)) * n, NOTHING_SEEN
+    out, seen, are_logged = bytearray((otherwise,)) * n, NOTHING_SEEN, True
     for rows, future in parts:
         try:
-            status, token = await future
+            status, token, is_logged = await future
         except errors.UcxKvError:
             continue
         seen |= token
+        are_logged &= is_logged
         for at, state in zip(rows, status, strict=True):
             out[at] = state
-    return Outcome(bytes(out), seen)
+    return Outcome(bytes(out), seen, are_logged)
 
 
 def _error_of(refusal: ev.Refused) -> errors.UcxKvError:
