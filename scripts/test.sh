@@ -159,11 +159,11 @@ etcd_server() {
 }
 
 fault_steps() {
-  # The fault tests of the data path and of one cluster's life, run after run, then a line of their own. Clusters with
-  # replicas have campaigns of their own (scripts/cluster_faults.py).
+  # The fault tests of the transport and of what stands on it, run after run, then a line of their own. The control plane
+  # and clusters with replicas have campaigns of their own (scripts/cluster_faults.py).
   local run
   for ((run = 1; run <= fault_runs; run++)); do
-    step "pytest -m faults, run $run of $fault_runs" 2400 "$UCXKV_PYTHON" -m pytest -q -m "faults and not replicas" \
+    step "pytest -m faults, run $run of $fault_runs" 2400 "$UCXKV_PYTHON" -m pytest -q -m "faults and not replicas and not control" \
       -n "$workers" --dist loadfile --junitxml="$reports/faults-$run.xml"
   done
   printf '\n== faults: %d runs in a row, %d of them failed: ' "$fault_runs" "$failed_steps"

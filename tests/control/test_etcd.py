@@ -23,7 +23,11 @@ from ucxkv import errors
 from ucxkv.control import Change, ChangeKind, Conflict, ControlPlane, Entry, OutcomeUnknown, etcd_client, open_control
 from ucxkv.control.etcd import EtcdControl
 
-pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it is here"), pytest.mark.faults]
+pytestmark = [
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it is here"),
+    pytest.mark.faults,
+    pytest.mark.control,
+]
 
 
 @pytest.fixture

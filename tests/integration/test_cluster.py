@@ -21,7 +21,7 @@ from tests.harness import ROOT, NodeProcess, wait_until
 from ucxkv import errors
 from ucxkv.control import open_control
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.control]
 
 
 class Plane:
