@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -114,6 +115,35 @@ async def test_a_record_of_a_newer_version_is_refused_and_kept(plane: ControlPla
         await cluster.shard(0)
         await cluster.register(info("n"), engine.ttl_s)
     assert await plane.get(key) == newer
+
+
+async def test_one_shard_that_cannot_be_read_hides_no_other(plane: ControlPlane) -> None:
+    """Goal: leaders of the other shards are seen, those that a hand-over makes among them. Method: a record from
+    version 9 over one that was read, and one where none was; another shard changes; the record is put back."""
+    cluster = await Cluster.open(plane)
+    config = ShardConfig(1, Member("a", 1), frozenset({Member("a", 1)}))
+    first, second = await cluster.set_shard(0, 0, config), await cluster.set_shard(1, 0, config)
+    async with aclosing(cluster.follow()) as views:
+        assert (await anext(views)).shards == {0: (config, first), 1: (config, second)}
+        entry = await plane.get("shards/0")
+        assert entry is not None
+        newer = await plane.compare_and_set("shards/0", entry.revision, b'{"version": 9}')
+        await put(plane, "shards/2", b"{}")
+        moved = await cluster.set_shard(1, second, replace(config, epoch=2))
+        async for view in views:
+            if view.revision >= moved:
+                break
+        assert view.shards == {0: (config, first), 1: (replace(config, epoch=2), moved)}
+        assert view.unreadable.keys() == {0, 2} and "version 9" in str(view.unreadable[0])
+        with pytest.raises(errors.SetupError):
+            await cluster.view()
+        assert newer is not None
+        back = await plane.compare_and_set("shards/0", newer.revision, entry.value)
+        assert back is not None
+        async for view in views:
+            if view.revision >= back.revision:
+                break
+        assert view.shards[0] == (config, back.revision) and view.unreadable.keys() == {2}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ Promises
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from ucxkv import errors
@@ -67,13 +67,15 @@ class ClusterView:
     """A cluster as it was at one revision: all changes up to it are in, none after it.
 
     members: registered nodes, by name. shards: who holds each, with the revision to change it at; one that nobody ever
-    held is missing. draining: names of nodes that are to hold nothing.
+    held is missing. draining: names of nodes that are to hold nothing. unreadable: shards whose record this release
+    can't read, and why; in `shards` they are as they were last read, or missing.
     """
 
     revision: int
     members: list[MemberRecord]
     shards: dict[int, tuple[ShardConfig, int]]
     draining: frozenset[str]
+    unreadable: dict[int, errors.SetupError] = field(default_factory=dict)
 
 
 class Cluster:
@@ -124,16 +126,22 @@ class Cluster:
         return _members(entries)
 
     async def view(self) -> ClusterView:
-        """The cluster now."""
+        """The cluster now. Raises SetupError for a record that this release can't read."""
         entries, revision = await self.plane.list("")
-        return _view({entry.key: entry for entry in entries}, revision)
+        view = _view({entry.key: entry for entry in entries}, revision, {})
+        for why in view.unreadable.values():
+            raise why
+        return view
 
     async def follow(self) -> AsyncGenerator[ClusterView, None]:
-        """The cluster now and after every change (see `mirror`)."""
+        """The cluster now and after every change (see `mirror`). What can't be read of one shard hides no other."""
         pictures: AsyncGenerator[Picture, None] = mirror(self.plane, "", clock=self._clock)
+        shards: dict[int, tuple[ShardConfig, int]] = {}
         try:
             async for picture in pictures:
-                yield _view(picture.entries, picture.revision)
+                view = _view(picture.entries, picture.revision, shards)
+                shards = view.shards
+                yield view
         finally:
             await pictures.aclose()
 
@@ -258,16 +266,24 @@ def _members(entries: Iterable[Entry]) -> list[MemberRecord]:
     return sorted((decode_record(entry, MemberRecord) for entry in entries), key=lambda record: record.name)
 
 
-def _view(entries: dict[str, Entry], revision: int) -> ClusterView:
+def _view(entries: dict[str, Entry], revision: int, before: dict[int, tuple[ShardConfig, int]]) -> ClusterView:
+    shards: dict[int, tuple[ShardConfig, int]] = {}
+    unreadable: dict[int, errors.SetupError] = {}
+    for key, entry in entries.items():
+        if key.startswith(SHARDS):
+            number = int(key.removeprefix(SHARDS))
+            try:
+                shards[number] = decode_record(entry, ShardRecord).config, entry.revision
+            except errors.SetupError as exc:
+                unreadable[number] = exc
+                if number in before:
+                    shards[number] = before[number]
     return ClusterView(
         revision=revision,
         members=_members(entry for key, entry in entries.items() if key.startswith(MEMBERS)),
-        shards={
-            int(key.removeprefix(SHARDS)): (decode_record(entry, ShardRecord).config, entry.revision)
-            for key, entry in entries.items()
-            if key.startswith(SHARDS)
-        },
+        shards=shards,
         draining=frozenset(key.removeprefix(DRAINING) for key in entries if key.startswith(DRAINING)),
+        unreadable=unreadable,
     )
 
 

@@ -188,6 +188,8 @@ class Membership:
             try:
                 async with aclosing(self.cluster.follow()) as views:
                     async for view in views:
+                        for number in view.unreadable.keys() - (self._view.unreadable if self._view else {}):
+                            log.error("membership.view", why=str(view.unreadable[number]))
                         self._view = view
                         self._listener.on_view(view)
             except errors.UcxKvError as exc:

@@ -121,7 +121,8 @@ class Shards(Showing):
         for shard in self.shards:
             found = view.shards.get(shard.number)
             config, revision = found if found is not None else (None, view.revision)
-            if found is None or revision > shard.replica.config.revision or not shard.replica.config.is_known:
+            is_news = found is None or revision > shard.replica.config.revision or not shard.replica.config.is_known
+            if is_news and shard.number not in view.unreadable:
                 shard.handle(ev.ConfigSeen(config, revision))
             shard.handle(ev.MembersSeen(alive, view.revision))
             if shard.replica.wish != wishes[shard.number]:
