@@ -164,7 +164,7 @@ fault_steps() {
   local run
   for ((run = 1; run <= fault_runs; run++)); do
     step "pytest -m faults, run $run of $fault_runs" 2400 "$UCXKV_PYTHON" -m pytest -q -m "faults and not replicas and not control" \
-      -n "$workers" --dist loadfile --junitxml="$reports/faults-$run.xml"
+      -n $((workers + 1)) --dist load --junitxml="$reports/faults-$run.xml"
   done
   printf '\n== faults: %d runs in a row, %d of them failed: ' "$fault_runs" "$failed_steps"
   count_tests
