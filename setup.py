@@ -9,6 +9,7 @@ setup(
     cffi_modules=[
         "transport/build_ucx.py:ffi",
         "tiers/build_host.py:ffi",
+        "tiers/build_io.py:ffi",
         "ucxkv/directory/build_slots.py:ffi",
     ],
 )

@@ -93,7 +93,7 @@ print("\n".join(tomllib.load(open(sys.argv[1], "rb"))["build-system"]["requires"
     ucxkv_say "setup: 2/3 $*"
     "${pip[@]}" "$@" >&2 || return 1
   fi
-  ucxkv_say "setup: 3/3 ucxkv and its dependencies${extras:+, extras: $extras} (compiles three small C files)"
+  ucxkv_say "setup: 3/3 ucxkv and its dependencies${extras:+, extras: $extras} (compiles the native modules)"
   "${pip[@]}" --no-build-isolation -e "$UCXKV_ROOT${extras:+[$extras]}" >&2 || return 1
   ucxkv_say "setup: ready after $((SECONDS - started)) s"
 }
@@ -133,5 +133,6 @@ ucxkv_env() {
 ucxkv_is_built() {
   # The native modules lie beside their sources in an editable install; `git clean` may have removed them.
   compgen -G "$UCXKV_ROOT/transport/_ucx*.so" >/dev/null && compgen -G "$UCXKV_ROOT/tiers/_host*.so" >/dev/null &&
+    compgen -G "$UCXKV_ROOT/tiers/_engine*.so" >/dev/null &&
     compgen -G "$UCXKV_ROOT/ucxkv/directory/_slots*.so" >/dev/null
 }

@@ -100,7 +100,7 @@ C
   tar c --exclude=./.git --exclude='./.venv*' --exclude=./.fuzz --exclude='*.so' --exclude=__pycache__ . | tar x -C "$tree"
   cd "$tree"
   export PYTHONPATH="$tree" UCX_MEM_EVENTS=n
-  for script in transport/build_ucx.py tiers/build_host.py ucxkv/directory/build_slots.py; do
+  for script in transport/build_ucx.py tiers/build_host.py tiers/build_io.py ucxkv/directory/build_slots.py; do
     CFLAGS="-O1 -g -fno-omit-frame-pointer ${!flags}" LDFLAGS="${!flags}" "$PYTHON" "$script" >/dev/null
   done
   # reports into files: pytest captures what is written to the error stream

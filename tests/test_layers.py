@@ -92,7 +92,12 @@ BELOW = {
 FOREIGN = {
     "numpy": ("ucxkv",),
     "xxhash": ("ucxkv",),
-    "cffi": ("ucxkv.transport.build_ucx", "ucxkv.tiers.build_host", "ucxkv.directory.build_slots"),
+    "cffi": (
+        "ucxkv.transport.build_ucx",
+        "ucxkv.tiers.build_host",
+        "ucxkv.tiers.build_io",
+        "ucxkv.directory.build_slots",
+    ),
     "pynvml": ("ucxkv.transport.nvml",),
     "libucx": ("ucxkv.transport.library", "ucxkv.transport.build_ucx"),
     "etcd3aio": ("ucxkv.control.etcd", "ucxkv.control.etcd_client"),
@@ -118,13 +123,19 @@ FOREIGN = {
 # Our own native modules -> the package that may import them.
 NATIVE = {
     "ucxkv.transport._ucx": "ucxkv.transport",
+    "ucxkv.tiers._engine": "ucxkv.tiers.engines",
     "ucxkv.tiers._host": "ucxkv.tiers",
     "ucxkv.directory._slots": "ucxkv.directory",
 }
 
 # What a sans-IO module never imports. A twin of native code and a build script are no part of the core's logic.
 IMPURE = {"asyncio", "time", "random", "secrets", "socket", "select", "selectors", "threading", "subprocess", "signal"}
-BUILD_SCRIPTS = {"ucxkv.transport.build_ucx", "ucxkv.tiers.build_host", "ucxkv.directory.build_slots"}
+BUILD_SCRIPTS = {
+    "ucxkv.transport.build_ucx",
+    "ucxkv.tiers.build_host",
+    "ucxkv.tiers.build_io",
+    "ucxkv.directory.build_slots",
+}
 NO_CORE = BUILD_SCRIPTS | {"ucxkv.directory.slots_twin"}  # the C code that it stands for reads the clock
 
 
