@@ -54,6 +54,7 @@ driver() {
 }
 
 check_host() { driver host 100 tests/native/host_check.c; }
+check_io() { driver io 6 tests/native/io_check.c; }
 check_slots() { driver slots 100 tests/native/slots_check.c -Iucxkv/directory; }
 
 # An interpreter with libucx and pytest: the present one, or the project's own environment.

@@ -2,7 +2,8 @@
  *
  * Invariants:
  * - Workers take slots from `ready` and put them into `over`, both under the lock; in between a slot is its worker's.
- * - The eventfd is written when `over` stops being empty, and read before it is taken: no slot waits without a wake-up.
+ * - The eventfd is written when all that was given of a batch is in `over`, or anything while operations wait to be given,
+ *   once until `over` is taken, and read before that. What lies in `over` without it has companions still to come.
  * - Threads are started when there is work for them, at most `most`, with all signals blocked; close joins them.
  */
 #include "io.h"
@@ -25,7 +26,8 @@ typedef struct {
     kv_slot *slots;
     kv_list ready, over;
     uint32_t ready_count, idle, started, most;
-    int event_fd, stop;
+    uint32_t *left; /* by batch: given and not over */
+    int event_fd, stop, hungry, signalled; /* hungry: operations wait to be given */
     uint64_t running_bytes, peak_bytes;
     kv_list given; /* the loop's own, until the next flush */
     uint32_t given_count;
@@ -65,9 +67,10 @@ static void *kv_pool_work(void *argument)
         while (!kv_io_step(slot, kv_pool_ask(slot))) {}
         pthread_mutex_lock(&pool->lock);
         pool->running_bytes -= slot->op.length;
-        int first = pool->over.head == KV_NONE;
         kv_list_add(pool->slots, &pool->over, number);
-        if (!first) continue;
+        if (--pool->left[slot->batch] && !pool->hungry) continue;
+        if (pool->signalled) continue;
+        pool->signalled = 1;
         pthread_mutex_unlock(&pool->lock);
         while (write(pool->event_fd, &one, sizeof one) < 0 && errno == EINTR) {}
         pthread_mutex_lock(&pool->lock);
@@ -105,18 +108,25 @@ static void kv_pool_flush(kv_io *io)
 {
     kv_pool *pool = io->state;
     int failed = 0;
-    if (!pool->given_count) return;
+    int hungry = io->waiting.head != KV_NONE;
+    if (!pool->given_count && hungry == pool->hungry) return; /* hungry is written by this thread alone */
     pthread_mutex_lock(&pool->lock);
-    for (uint32_t number; (number = kv_list_take(pool->slots, &pool->given)) != KV_NONE;)
+    for (uint32_t number; (number = kv_list_take(pool->slots, &pool->given)) != KV_NONE;) {
+        pool->left[pool->slots[number].batch]++;
         kv_list_add(pool->slots, &pool->ready, number);
+    }
+    if (hungry && !pool->hungry && pool->over.head != KV_NONE) io->view.again = KV_SOON;
+    pool->hungry = hungry;
     pool->ready_count += pool->given_count;
     while (!failed && pool->started < pool->most && pool->ready_count > pool->idle) failed = kv_pool_grow(pool);
     io->view.workers = pool->started;
     for (uint32_t i = 0; i < pool->given_count && i < pool->idle; i++) pthread_cond_signal(&pool->wake);
     pool->given_count = 0;
     if (!pool->started) { /* nobody will ever take them */
-        for (uint32_t number; (number = kv_list_take(pool->slots, &pool->ready)) != KV_NONE;)
+        for (uint32_t number; (number = kv_list_take(pool->slots, &pool->ready)) != KV_NONE;) {
+            pool->left[pool->slots[number].batch]--;
             kv_io_finish_later(io, number, -(int64_t)failed);
+        }
         pool->ready_count = 0;
     }
     io->view.peak_bytes = pool->peak_bytes;
@@ -133,6 +143,7 @@ static uint32_t kv_pool_reap(kv_io *io)
     pthread_mutex_lock(&pool->lock);
     kv_list over = pool->over;
     pool->over.head = KV_NONE;
+    pool->signalled = 0;
     io->view.peak_bytes = pool->peak_bytes;
     pthread_mutex_unlock(&pool->lock);
     for (uint32_t number; (number = kv_list_take(pool->slots, &over)) != KV_NONE; answers++) kv_io_finish(io, number);
@@ -162,6 +173,7 @@ static void kv_pool_close(kv_io *io)
     pthread_cond_destroy(&pool->wake);
     pthread_mutex_destroy(&pool->lock);
     close(pool->event_fd);
+    free(pool->left);
     free(pool);
 }
 
@@ -173,9 +185,11 @@ static int kv_pool_open(kv_io *io, uint32_t most)
 {
     kv_pool *pool = calloc(1, sizeof *pool);
     if (!pool) return -ENOMEM;
-    pool->event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    pool->left = calloc(io->slots_count, sizeof *pool->left);
+    pool->event_fd = pool->left ? eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK) : -1;
     if (pool->event_fd < 0) {
-        int failed = -errno;
+        int failed = pool->left ? -errno : -ENOMEM;
+        free(pool->left);
         free(pool);
         return failed;
     }

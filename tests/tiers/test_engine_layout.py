@@ -27,6 +27,6 @@ def test_numbers_that_both_sides_name_are_equal() -> None:
     assert lib.KV_ALIGNMENT == DIRECT_ALIGNMENT
     assert (lib.KV_READ, lib.KV_WRITE) == (OpKind.READ, OpKind.WRITE)
     assert np.iinfo(np.uint16).max >= lib.KV_FILES
-    refusals = (lib.KV_BUSY, lib.KV_UNKNOWN_FILE, lib.KV_UNKNOWN_KIND, lib.KV_MISALIGNED)
-    refusals += (lib.KV_BEYOND, lib.KV_FENCED, lib.KV_TOO_MANY)
+    refusals = [lib.KV_BUSY, lib.KV_UNKNOWN_FILE, lib.KV_UNKNOWN_KIND, lib.KV_MISALIGNED]
+    refusals += [lib.KV_BEYOND, lib.KV_FENCED, lib.KV_TOO_MANY]
     assert len(set(refusals)) == 7 and max(refusals) < 0

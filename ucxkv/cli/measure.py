@@ -264,6 +264,7 @@ _COLUMNS = {
     "ratio": "ratio",
     "spread": "spread",
     "cpu_s_per_gb": "CPU s/GB",
+    "cpu_us": "CPU us/op",
     "cpu_percent": "% of a core",
     "wakeups_s": "wake-ups/s",
     "vs_first": "vs first",
