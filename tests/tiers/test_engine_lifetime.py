@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -202,6 +204,48 @@ async def test_an_engine_that_was_never_closed_warns(name: str) -> None:
         del engine
         gc.collect()
     assert descriptors_open() == before
+
+
+FORKED = """
+import asyncio, gc, os, sys, warnings
+from tests.tiers.transfers import Memory, make_engine, operations
+from ucxkv.tiers.io import OpKind
+
+async def main():
+    engine = make_engine(sys.argv[1])
+    file, data = engine.attach(os.memfd_create("data"), direct=False), Memory(4096, fill=1)
+    ops = operations([(data.address, 0, 4096, file, OpKind.WRITE)] * 4)
+    assert (await engine.submit(ops)).tolist() == [4096] * 4
+    return engine, ops, data
+
+loop = asyncio.new_event_loop()
+engine, ops, data = loop.run_until_complete(main())
+child = os.fork()
+if not child:
+    warnings.simplefilter("error")
+    engine.abort()
+    del engine
+    gc.collect()
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+async def after():
+    assert (await engine.submit(ops)).tolist() == [4096] * 4
+    await engine.aclose()
+
+loop.run_until_complete(after())
+print("both ended")
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_forked_child_leaves_the_parents_engine_alone(name: str) -> None:
+    """Goal: a child without our threads does not wait for them. Method: fork, close and collect in the child, go on."""
+    command = [sys.executable, "-c", FORKED, name]
+    root = Path(__file__).resolve().parent.parent.parent
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=root)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "both ended\n"
 
 
 async def test_thousands_of_batches_leave_nothing(name: str, fd: int) -> None:

@@ -21,6 +21,7 @@ WITHOUT = [sys.executable, str(ROOT / "scripts" / "without_io_uring.py")]
 
 OPEN_ALL = """
 import asyncio, json, os
+from ucxkv.tiers.base import SetupFailed
 from ucxkv.tiers.engines import open_engine
 from ucxkv.tiers.io import OP_DTYPE
 import numpy as np

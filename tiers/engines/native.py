@@ -3,7 +3,8 @@
 Invariants:
 - Python works once a batch, never once an operation; C copies the operations before `submit` returns.
 - A batch's results array and future are kept here until C has named the batch as done, whatever became of the future.
-- Nothing is freed while an operation is pending: the kernel may write to memory until then.
+- Nothing is freed while an operation is pending: the kernel may write to memory until then. A forked child, which has
+  neither the threads nor the operations, frees nothing and cannot use the engine.
 
 Single-threaded: all calls come from the event loop's thread. C is called without the GIL.
 """
@@ -12,13 +13,20 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import warnings
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from .._engine import ffi as _ffi
-from .._engine import lib as _lib
+try:
+    from .._engine import ffi as _ffi
+    from .._engine import lib as _lib
+except ImportError as exc:
+    raise ImportError(
+        "the io engines need the native module ucxkv.tiers._engine, which an installation builds: install a C compiler "
+        "and install ucxkv again, or run python tiers/build_io.py in its source"
+    ) from exc
 from ..io import DIRECT_ALIGNMENT, OP_DTYPE, EngineBusy, EngineClosed, IoFailed, SyncFailed
 
 if TYPE_CHECKING:
@@ -68,11 +76,12 @@ class NativeEngine:
         self._flying: dict[asyncio.Future[NDArray[np.int64]], _Batch] = {}
         self._regions: dict[int, tuple[int, bool]] = {}
         self._closing = False
+        self._process = os.getpid()
         self._emptied: list[asyncio.Future[None]] = []
         self._again: asyncio.Handle | None = None
 
     def __del__(self) -> None:
-        if getattr(self, "io", None) is not None:
+        if getattr(self, "io", None) is not None and self._process == os.getpid():
             warnings.warn(f"{self!r} was not closed: await aclose()", ResourceWarning, stacklevel=1)
             if not self.view.pending:
                 self._free()
@@ -275,9 +284,11 @@ class NativeEngine:
         raise ValueError(f"operation {at}, {ops[at]}: {why}")
 
     def _free(self) -> None:
+        io, self.io = self.io, None
+        if self._process != os.getpid():
+            return  # a forked child: even the loop's poll set is the parent's
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self.view.fd)
         if self._again is not None:
             self._again.cancel()
-        _lib.kv_io_close(self.io)
-        self.io = None
+        _lib.kv_io_close(io)
