@@ -8,7 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Extent", "ForeignExtent", "GrantLimit", "NoSpace", "SetupFailed", "TierError", "ValueTooLarge"]
+__all__ = [
+    "BlockDamaged",
+    "BlockGone",
+    "Extent",
+    "ForeignExtent",
+    "GrantLimit",
+    "NoSpace",
+    "SetupFailed",
+    "TierBusy",
+    "TierError",
+    "ValueTooLarge",
+    "WritesFailed",
+]
 
 
 class TierError(Exception):
@@ -32,6 +44,29 @@ class ForeignExtent(TierError):
 
 class GrantLimit(TierError):
     """The connection holds as much as one may: it commits or hands back before it asks for more."""
+
+
+class TierBusy(TierError):
+    """As much waits for the disk as may: nothing was taken; keep the block where it is, and offer it again later."""
+
+
+class BlockGone(TierError):
+    """The place was given to other blocks, or is about to be: a miss."""
+
+
+class BlockDamaged(TierError):
+    """The bytes there do not have the block's sum, or the disk cannot read them: a miss, and never data."""
+
+
+class WritesFailed(TierError):
+    """The disk took no more bytes: this store writes no more until it is opened again, reads go on.
+
+    reason: the first error, with what to do about it.
+    """
+
+    def __init__(self, what: str, *, reason: str) -> None:
+        super().__init__(f"{what} takes no more writes: {reason}")
+        self.reason = reason
 
 
 class SetupFailed(TierError):
