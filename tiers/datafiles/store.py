@@ -1,0 +1,353 @@
+"""Blocks in the datafiles of one folder.
+
+    What was acknowledged is there after a kill -9 (durability `process`) or a power cut (`power`) until its file's turn
+    to be used again comes; then the owner is told. Forgotten blocks stay forgotten. A read gives the block's bytes,
+    proved by its sum, or raises.
+
+The store keeps no index: whoever owns it keeps the places that `open` and `write` gave, and hears through Hooks when
+they end. Memory is bounded by the writes that wait. All calls are made in the event loop's thread, and the engine is
+the store's alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..base import BlockDamaged, BlockGone, NoSpace, SetupFailed, TierError, ValueTooLarge
+from ..copy import sum_bytes
+from ..datafile_format import BLOCK_BYTES, FLAGS_MAX, KEY_BYTES, NUMBER_MAX, TOMBSTONE, index_bytes, padded
+from ..io import EngineClosed, IoEngine, IoFailed, OpKind
+from .batches import Entry, Request
+from .files import DataFile, FileState, is_whole, read_piece, transfer
+from .folder import Folder, RealFolder
+from .log import Log
+from .memory import AlignedMemory, flat_bytes
+from .reclaim import Reclaimer
+from .recovery import RecoveredBlocks, Recovery, recover
+from .values import Block, Durability, Hooks, Place, Problem, ProblemKind, Stats
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from typing_extensions import Buffer
+
+__all__ = ["FILES_MIN", "Datafiles"]
+
+FILES_MIN = 3
+"""One is written, one is free, one holds what was there before."""
+
+_SUM_INLINE_BYTES = 1 << 20  # longer sums are made in another thread (0.03 ms a MiB)
+
+
+class Datafiles:
+    """See the module; made by `open`.
+
+    files: by number. store_id: 16 bytes that all its files carry. drive: as its places say. stats: counts, live.
+    engine, memory: for what belongs to the store (scrub).
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        engine: IoEngine,
+        memory: AlignedMemory,
+        recovery: Recovery,
+        log: Log,
+        reclaimer: Reclaimer,
+        busy: Counter[bytes],
+        drive: int,
+    ) -> None:
+        self._folder, self.engine, self.memory = folder, engine, memory
+        self._log, self._reclaimer, self._busy = log, reclaimer, busy
+        self.files = recovery.files
+        self.store_id = recovery.store
+        self.drive = drive
+        self.stats = log.stats
+        self.is_closed = False
+
+    @classmethod
+    async def open(
+        cls,
+        folder: Path | Folder,
+        engine: IoEngine,
+        *,
+        file_bytes: int = 256 << 20,
+        files_max: int = 16,
+        direct: bool = True,
+        durability: str = Durability.PROCESS,
+        hooks: Hooks | None = None,
+        readmit_share: float = 0.02,
+        batch_bytes: int = 1 << 20,
+        queue_bytes_max: int = 64 << 20,
+        space_wait_s: float = 30.0,
+        drive: int = 0,
+        run: int | None = None,
+    ) -> tuple[Datafiles, RecoveredBlocks, list[Problem]]:
+        """(the store, the blocks that are there in log order, what an operator should know).
+
+        file_bytes: of new files, a multiple of 4 KiB. files_max: at least 3; more than the disk has room for is no
+        error while 3 fit. readmit_share: of a file that may be spent on hot blocks of the one that is reclaimed.
+        queue_bytes_max: of blocks that wait. run: a number that no earlier opening had, random by default.
+        Raises SetupFailed (locked, no access, no room, another release's), ValueError.
+        """
+        _check_sizes(file_bytes, files_max, readmit_share, batch_bytes)
+        is_synced = Durability(durability) is Durability.POWER
+        place = RealFolder(folder) if isinstance(folder, Path) else folder
+        memory, stats = AlignedMemory(), Stats()
+        place.lock()
+        try:
+            found = await recover(
+                place, engine, memory, new_store=os.urandom(16), direct=direct, drive=drive, is_synced=is_synced
+            )
+        except BaseException:
+            place.release()
+            raise
+        log = Log(
+            place.path,
+            engine,
+            memory,
+            stats,
+            store=found.store,
+            drive=drive,
+            run=run if run is not None else int.from_bytes(os.urandom(7), "little") or time.time_ns(),
+            is_synced=is_synced,
+            batch_bytes=batch_bytes,
+            queue_bytes_max=queue_bytes_max,
+            generation=found.next_generation,
+            sequence=found.next_sequence,
+        )
+        busy: Counter[bytes] = Counter()
+        reclaimer = Reclaimer(
+            place,
+            engine,
+            memory,
+            log,
+            found.files,
+            hooks or Hooks(),
+            store=found.store,
+            drive=drive,
+            direct=direct,
+            is_synced=is_synced,
+            file_bytes=file_bytes,
+            files_max=files_max,
+            number=found.next_number,
+            share=readmit_share,
+            batch_bytes=batch_bytes,
+            space_wait_s=space_wait_s,
+            is_busy=busy.__contains__,
+        )
+        store = cls(place, engine, memory, found, log, reclaimer, busy, drive)
+        try:
+            await store._begin(found, direct)
+        except BaseException:
+            await store.aclose()
+            raise
+        return store, found.blocks, found.problems
+
+    async def _begin(self, found: Recovery, direct: bool) -> None:
+        """Go on where the last file ended, and have files to go on in."""
+        self._log.free.extend(file for file in self.files.values() if file.state is FileState.FREE)
+        newest = max((file.generation for file in self.files.values() if file.state is not FileState.FREE), default=0)
+        for file in found.unsealed:
+            if file.generation == newest:
+                file.state = FileState.OPEN
+                self._log.open_file = file
+            else:
+                self._log.seal_later(file)
+        while len(self.files) < FILES_MIN:
+            if not await self._reclaimer.grow():
+                raise SetupFailed(
+                    f"the datafiles in {self._folder.path} cannot be made",
+                    found=f"{len(self.files)} datafiles; {self.stats.warning}",
+                    needed=f"room for {FILES_MIN}",
+                    fix="free space there, use smaller datafiles, or name a folder on a larger file system",
+                )
+        self.stats.files = len(self.files)
+        if direct and not all(file.is_direct for file in self.files.values()):
+            text = "this file system refuses O_DIRECT: transfers go through the page cache"
+            found.report(ProblemKind.NOTICE, "", text)
+
+    @property
+    def failure(self) -> TierError | None:
+        """Why the store takes no more writes, once it does not."""
+        return self._log.failure
+
+    @property
+    def block_bytes_max(self) -> int:
+        """The longest block that any file takes."""
+        smallest = min(file.file_bytes for file in self.files.values())
+        return smallest - 2 * BLOCK_BYTES - index_bytes(1)
+
+    async def write(self, blocks: Sequence[Block]) -> list[Place]:
+        """Write blocks; their places, once they are as durable as the store promises.
+
+        Buffers are borrowed until this returns or raises; a cancel is passed on when they are free. Raises TierBusy
+        (too much waits; nothing was taken), NoSpace (readers hold every file), WritesFailed, ValueTooLarge,
+        EngineClosed, ValueError. After an error some of the blocks may be there all the same.
+        """
+        return await self._put([self._entry_parts(block) for block in blocks])
+
+    async def forget(self, keys: Iterable[bytes]) -> None:
+        """Have none of these keys come back at a later `open`; returns when that is as durable as a write is.
+
+        For deletes: what is only pushed out by newer blocks needs none of it. Costs 48 bytes of disk a key. Raises as
+        `write`; then the keys may come back.
+        """
+        await self._put([(_key(key), 0, 0, TOMBSTONE, 0, ()) for key in keys])
+
+    async def _put(self, parts: list[tuple[bytes, int, int, int, int, tuple[NDArray[np.uint8], ...]]]) -> list[Place]:
+        self._check_open()
+        request = Request(len(parts))
+        entries = [Entry(*part, request, at) for at, part in enumerate(parts)]
+        if not entries:
+            return []
+        self._reclaimer.start()
+        self._log.offer(entries)
+        keys = [entry.key for entry in entries]
+        if self._reclaimer.changed is not None:
+            self._reclaimer.changed.update(keys)
+        self._busy.update(keys)
+        try:
+            places = await self._log.wait(request)
+        finally:
+            for key in keys:
+                self._busy[key] -= 1
+                if not self._busy[key]:
+                    del self._busy[key]
+        for entry in entries:
+            self.stats.payload_bytes += entry.length
+            self.stats.blocks_written += bool(entry.length)
+            self.stats.tombstones += not entry.length
+        return places
+
+    def _entry_parts(self, block: Block) -> tuple[bytes, int, int, int, int, tuple[NDArray[np.uint8], ...]]:
+        buffers = tuple(map(flat_bytes, block.buffers))
+        length = sum(data.nbytes for data in buffers)
+        if not length:
+            raise ValueError("a block must have at least one byte")
+        if not 0 <= block.flags <= FLAGS_MAX:
+            raise ValueError(f"flags must be below 2**31, not {block.flags}")
+        if length > self.block_bytes_max:
+            raise ValueTooLarge(
+                f"a block of {length} bytes fits no datafile: at most {self.block_bytes_max}; use larger datafiles"
+            )
+        return _key(block.key), block.sum, block.version, block.flags, length, buffers
+
+    async def read(self, place: Place, into: Buffer) -> None:
+        """Put the block at `place` into the first `place.length` bytes of `into`, proved by its sum.
+
+        into: writable, C-contiguous; borrowed until this returns or raises, then undefined if it raised. Where it is
+        4 KiB-aligned and as long as the block in whole blocks of 4 KiB, the disk's bytes go there directly (the rest
+        of the last 4 KiB is overwritten too), else they are copied. Raises BlockGone, BlockDamaged (a wrong sum, or
+        the disk cannot read it), EngineBusy, EngineClosed, ValueError.
+        """
+        target = flat_bytes(into, writable=True)
+        if target.nbytes < place.length:
+            raise ValueError(f"the block has {place.length} bytes, the buffer {target.nbytes}")
+        with self.pinned(place):
+            file = self.files[place.file]
+            nbytes = padded(place.length)
+            try:
+                if target.nbytes >= nbytes and target.ctypes.data % BLOCK_BYTES == 0:
+                    op = (target.ctypes.data, place.offset, nbytes, file.engine_file, OpKind.READ)
+                    await transfer(self.engine, f"reading {file.name}", [op])
+                else:
+                    piece = await read_piece(self.engine, self.memory, file, place.offset, nbytes)
+                    target[: place.length] = piece.view[: place.length]
+                    self.memory.give(piece)
+            except IoFailed as exc:
+                self.stats.blocks_damaged += 1
+                raise BlockDamaged(f"block at {place.offset} of {file.name}: {exc}") from exc
+            await self._compare(file, place, target[: place.length])
+        self.stats.blocks_read += 1
+        self.stats.read_bytes += place.length
+
+    async def prove(self, place: Place) -> None:
+        """Read a block to compare it with its sum. Raises as `read`."""
+        with self.pinned(place):
+            file = self.files[place.file]
+            try:
+                piece = await read_piece(self.engine, self.memory, file, place.offset, padded(place.length))
+            except IoFailed as exc:
+                self.stats.blocks_damaged += 1
+                raise BlockDamaged(f"block at {place.offset} of {file.name}: {exc}") from exc
+            try:
+                await self._compare(file, place, piece.view[: place.length])
+            finally:
+                self.memory.give(piece)
+
+    async def _compare(self, file: DataFile, place: Place, data: NDArray[np.uint8]) -> None:
+        is_long = place.length > _SUM_INLINE_BYTES
+        total = await asyncio.to_thread(sum_bytes, data.data) if is_long else sum_bytes(data.data)
+        if total != place.sum:
+            self.stats.blocks_damaged += 1
+            raise BlockDamaged(f"{place.length} bytes at {place.offset} of {file.name} do not have the block's sum")
+
+    @contextlib.contextmanager
+    def pinned(self, place: Place) -> Iterator[None]:
+        """Keep the place's file as it is meanwhile, for readers past this store. Writers may have to wait for the end.
+
+        Raises BlockGone, EngineClosed.
+        """
+        self._check_open()
+        file = self.files.get(place.file)
+        if file is None or not is_whole(file, place):
+            self.stats.blocks_gone += 1
+            raise BlockGone(f"there is no datafile {place.file} that has it")
+        try:
+            file.hold(place)
+        except BlockGone:
+            self.stats.blocks_gone += 1
+            raise
+        try:
+            yield
+        finally:
+            file.let_go()
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise EngineClosed(f"the datafiles in {self._folder.path} are closed")
+
+    async def aclose(self) -> None:
+        """Take nothing more, wait for what the engine has, and give files and lock back; the engine stays open.
+
+        Writes that were not given to the engine end with NoSpace: await them first. Reads are waited for. Idempotent.
+        """
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self._log.refuse_waiting(NoSpace(f"the datafiles in {self._folder.path} are closed"))
+        self._reclaimer.stop()
+        await asyncio.shield(asyncio.ensure_future(self._close()))
+
+    async def _close(self) -> None:
+        await self._log.settle()
+        for file in self.files.values():
+            while file.readers:
+                file.drained = asyncio.Event()
+                await file.drained.wait()
+            file.close(self._folder, self.engine)
+        self._folder.release()
+
+
+def _key(key: bytes) -> bytes:
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
+    return key
+
+
+def _check_sizes(file_bytes: int, files_max: int, readmit_share: float, batch_bytes: int) -> None:
+    if file_bytes % BLOCK_BYTES or not 8 * BLOCK_BYTES <= file_bytes <= BLOCK_BYTES << 32:
+        raise ValueError(f"file_bytes must be a multiple of 4096 from 32 KiB to 16 TiB, not {file_bytes}")
+    if files_max < FILES_MIN:
+        raise ValueError(f"files_max must be at least {FILES_MIN}, not {files_max}")
+    if not 0 <= readmit_share <= 0.25:
+        raise ValueError(f"readmit_share must be 0 to 0.25, not {readmit_share}")
+    if not BLOCK_BYTES <= batch_bytes <= NUMBER_MAX:
+        raise ValueError(f"batch_bytes must be at least 4096, not {batch_bytes}")
