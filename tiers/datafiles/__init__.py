@@ -2,7 +2,7 @@
 
 from .folder import Folder, RealFolder
 from .recovery import RecoveredBlocks
-from .scrub import Scrubbed, scrub
+from .scrubbing import Scrubbed, scrub
 from .store import Datafiles
 from .striped import StripedDatafiles
 from .values import Block, Durability, Hooks, Place, Problem, ProblemKind, Recovered, Stats

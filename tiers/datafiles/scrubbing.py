@@ -6,7 +6,7 @@ whose bytes are wrong is reported, nothing is changed: the owner drops it from i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 from ..base import BlockDamaged, BlockGone, TierError
@@ -31,11 +31,13 @@ class Scrubbed:
     error: str = ""
 
 
-async def scrub(store: Datafiles, *, bytes_per_s: float) -> AsyncIterator[Scrubbed]:
+async def scrub(
+    store: Datafiles, *, bytes_per_s: float, pause: Callable[[float], Awaitable[None]] = asyncio.sleep
+) -> AsyncIterator[Scrubbed]:
     """Prove every block of the sealed files once, reading at most `bytes_per_s` on average.
 
     Ends after one round, and when the store is closed. Close the generator (`aclose`) to stop early. ValueError for a
-    rate that is none.
+    rate that is none. pause: waits so many seconds.
     """
     if not bytes_per_s > 0:
         raise ValueError(f"bytes_per_s must be above 0, not {bytes_per_s}")
@@ -50,10 +52,12 @@ async def scrub(store: Datafiles, *, bytes_per_s: float) -> AsyncIterator[Scrubb
             return
         file = min(rest, key=lambda each: each.generation)
         done.add((file.number, file.generation))
-        yield await _scrub_file(store, file, bytes_per_s)
+        yield await _scrub_file(store, file, bytes_per_s, pause)
 
 
-async def _scrub_file(store: Datafiles, file: DataFile, bytes_per_s: float) -> Scrubbed:
+async def _scrub_file(
+    store: Datafiles, file: DataFile, bytes_per_s: float, pause: Callable[[float], Awaitable[None]]
+) -> Scrubbed:
     generation, blocks, nbytes = file.generation, 0, 0
     damaged: list[tuple[bytes, Place]] = []
     error = ""
@@ -69,7 +73,7 @@ async def _scrub_file(store: Datafiles, file: DataFile, bytes_per_s: float) -> S
                     blocks, nbytes = blocks + 1, nbytes + place.length
                 except BlockDamaged:
                     damaged.append((key, place))
-                await asyncio.sleep(padded(place.length) / bytes_per_s)
+                await pause(padded(place.length) / bytes_per_s)
     except BlockGone:
         pass  # used again: what was in it is no more
     except TierError as exc:
