@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from tests.tiers.datafile_lives import Freed, Owner, check, live
-from tests.tiers.faulty_engine import FaultyDisk
+from tests.tiers.datafile_lives import Freed, Owner, check, fill, live, opened
+from tests.tiers.faulty_engine import FaultyDisk, FaultyEngine
+from ucxkv.tiers.datafiles import Hooks
 
 
 async def _life(seed: int, durability: str, steps: int) -> Owner:
@@ -70,3 +71,22 @@ async def test_lives_that_each_begin_with_a_crash_keep_it_too(durability: str) -
             at = rng.randrange(owner.now + 1)
             await check(owner, disk.crash(at, rng, is_power=durability == "power"), at, freed)
         disk = disk.crash(rng.randrange(owner.now // 2, owner.now + 1), rng, is_power=durability == "power")
+
+
+@pytest.mark.parametrize("durability", ["process", "power"])
+async def test_what_the_owner_was_told_is_gone_does_not_come_back(durability: str) -> None:
+    """Goal: a key that is deleted after its file was used again needs no tombstone. Method: crashes at each moment when
+    the owner was told of a life's end, with none and with all of the open sectors; no block of that life is found."""
+    disk = FaultyDisk()
+    engine = FaultyEngine(disk, 6)
+    told: list[tuple[int, int, int]] = []
+    hooks = Hooks(dropped=lambda file, generation: told.append((len(disk.events), file, generation)))
+    async with opened(disk, engine, hooks=hooks, durability=durability) as (store, _, _):
+        await fill(store, range(100))
+    assert len(told) > 3
+    for at, file, generation in told:
+        for kept in (0.0, 1.0):
+            left = disk.crash(at, random.Random(1), is_power=durability == "power", kept=kept)
+            async with opened(left, FaultyEngine(left, is_prompt=True)) as (_, found, _):
+                assert len(found) > 0
+                assert (file, generation) not in {(each.place.file, each.place.generation) for each in found}

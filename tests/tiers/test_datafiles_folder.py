@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import random
 
 import pytest
 import xxhash
 
-from tests.tiers.datafile_lives import FILE_BYTES, block, data_of, fill, key_of, opened, read_bytes
-from tests.tiers.faulty_engine import FaultyDisk, FaultyEngine
+from tests.tiers.datafile_lives import FILE_BYTES, block, data_of, fill, key_of, opened, read_bytes, turns
+from tests.tiers.faulty_engine import FaultyDisk, FaultyEngine, Op
 from ucxkv.tiers.base import SetupFailed
 from ucxkv.tiers.datafile_format import FREE, IN_USE, decode_batch, decode_file, encode_file, encode_store
 from ucxkv.tiers.datafiles import Datafiles, ProblemKind
+from ucxkv.tiers.io import OpKind
 
 
 async def test_a_full_disk_means_fewer_files() -> None:
@@ -180,3 +182,31 @@ async def test_a_batch_of_tombstones_and_blocks_is_what_the_format_says() -> Non
     assert batch is not None and batch[0].count == 2 and batch[0].length == 4096 + 8192
     assert [bytes(row["key"]) for row in batch[1]] == [key_of(0), key_of(7)]
     assert raw[8192 : 8192 + 5000] == data_of(0, 5000) and not any(raw[8192 + 5000 : 16384])
+
+
+async def test_what_stood_behind_a_cut_does_not_come_back() -> None:
+    """Goal: a batch that was given up stays so. Method: of two batches under way only the second reached the disk when
+    the process ended; the next life puts one of the same size in the first one's place, and is opened again."""
+    disk = FaultyDisk()
+    engine = FaultyEngine(disk)
+    async with opened(disk, engine) as (store, _, _):
+        await store.write([block(0)])
+        first: list[Op] = []
+
+        def hold(op: Op) -> bool:
+            if op.kind == OpKind.WRITE and not first:
+                first.append(op)
+            return op in first
+
+        engine.is_held = hold
+        writers = [asyncio.ensure_future(store.write([block(number, 30_000)])) for number in (1, 2)]
+        await turns(60)
+        left = disk.crash(len(disk.events), random.Random(1), is_power=False, kept=0.0)
+        engine.release()
+        await asyncio.gather(*writers)
+    for numbers in ({0}, {0, 3}, {0, 3}):
+        async with opened(left, FaultyEngine(left)) as (store, found, _):
+            assert {each.version for each in found} == numbers
+            if numbers == {0}:
+                (place,) = await store.write([block(3, 30_000)])
+                assert place.offset == first[0].offset + 4096
