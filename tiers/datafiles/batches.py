@@ -14,7 +14,7 @@ import numpy as np
 from ..datafile_format import BLOCK_BYTES, DESCRIPTOR_DTYPE, TOMBSTONE, encode_batch, padded
 from ..io import OpKind
 from .files import OP_BYTES_MAX, DataFile
-from .memory import AlignedMemory, AlignedPiece, is_aligned
+from .memory import AlignedMemory, AlignedPiece, address_of, is_aligned
 from .values import Place
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def build_batch(
         else:
             to = offset
             for data in entry.buffers:
-                _append(ops, data.ctypes.data, to, data.nbytes, file.engine_file, is_more=last is entry)
+                _append(ops, address_of(data), to, data.nbytes, file.engine_file, is_more=last is entry)
                 last = entry
                 to += data.nbytes
         offset += nbytes

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-__all__ = ["AlignedMemory", "AlignedPiece", "flat_bytes", "is_aligned"]
+__all__ = ["AlignedMemory", "AlignedPiece", "address_of", "flat_bytes", "is_aligned"]
 
 _KEPT_BYTES = 16 << 20
 
@@ -67,4 +67,10 @@ def flat_bytes(data: Buffer, *, writable: bool = False) -> NDArray[np.uint8]:
 
 def is_aligned(data: NDArray[np.uint8]) -> bool:
     """Whether O_DIRECT takes it as it is."""
-    return data.ctypes.data % DIRECT_ALIGNMENT == 0 and data.nbytes % DIRECT_ALIGNMENT == 0
+    return data.nbytes % DIRECT_ALIGNMENT == 0 and address_of(data) % DIRECT_ALIGNMENT == 0
+
+
+def address_of(data: NDArray[np.uint8]) -> int:
+    """Where it begins; a quarter of the time of `data.ctypes.data`, and this is asked for every block."""
+    address: int = data.__array_interface__["data"][0]
+    return address

@@ -27,7 +27,7 @@ from .batches import Entry, Request
 from .files import DataFile, FileState, is_whole, read_piece, transfer
 from .folder import Folder, RealFolder
 from .log import Log
-from .memory import AlignedMemory, flat_bytes
+from .memory import AlignedMemory, address_of, flat_bytes
 from .reclaim import Reclaimer
 from .recovery import RecoveredBlocks, Recovery, recover
 from .values import Block, Durability, Hooks, Place, Problem, ProblemKind, Stats
@@ -254,8 +254,9 @@ class Datafiles:
             file = self.files[place.file]
             nbytes = padded(place.length)
             try:
-                if target.nbytes >= nbytes and target.ctypes.data % BLOCK_BYTES == 0:
-                    op = (target.ctypes.data, place.offset, nbytes, file.engine_file, OpKind.READ)
+                address = address_of(target)
+                if target.nbytes >= nbytes and address % BLOCK_BYTES == 0:
+                    op = (address, place.offset, nbytes, file.engine_file, OpKind.READ)
                     await transfer(self.engine, f"reading {file.name}", [op])
                 else:
                     piece = await read_piece(self.engine, self.memory, file, place.offset, nbytes)
