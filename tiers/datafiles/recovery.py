@@ -33,7 +33,6 @@ from ..datafile_format import (
     decode_file,
     decode_store,
     encode_store,
-    padded,
 )
 from ..io import IoEngine, IoFailed
 from .files import DataFile, FileState, file_name, read_index, read_piece
@@ -296,22 +295,26 @@ async def _walk(engine: IoEngine, memory: AlignedMemory, found: Recovery, file: 
             places = ", ".join(map(str, damaged))
             found.report(ProblemKind.DAMAGED, file.name, f"blocks at {places} do not have their sums; left out")
         batch, rows = decoded
-        good, damaged = await _check(engine, memory, file, rows)
+        good, damaged = await _check(engine, memory, file, rows, batch.length - BLOCK_BYTES)
         file.add(good, batch.length, batch.sum, batch.sequence)
 
 
 async def _check(
-    engine: IoEngine, memory: AlignedMemory, file: DataFile, rows: NDArray[np.void]
+    engine: IoEngine, memory: AlignedMemory, file: DataFile, rows: NDArray[np.void], nbytes: int
 ) -> tuple[NDArray[np.void], list[int]]:
-    """(rows whose payloads have their sums, offsets of the others)."""
+    """(rows whose payloads have their sums, offsets of the others) of the batch that is next; nbytes: of payloads."""
+    if not nbytes:
+        return rows, []
+    start = file.offset + BLOCK_BYTES
+    piece = await read_piece(engine, memory, file, start, nbytes)
     is_good = np.ones(len(rows), np.bool_)
     damaged = []
     for at, (_, total, _, block, length, flags, _) in enumerate(rows.tolist()):
         if flags & TOMBSTONE:
             continue
-        piece = await read_piece(engine, memory, file, block * BLOCK_BYTES, padded(length))
-        is_good[at] = sum_bytes(piece.view[:length].data) == total
-        memory.give(piece)
+        begin = block * BLOCK_BYTES - start
+        is_good[at] = sum_bytes(piece.view[begin : begin + length].data) == total
         if not is_good[at]:
             damaged.append(block * BLOCK_BYTES)
+    memory.give(piece)
     return rows[is_good], damaged
