@@ -1,15 +1,38 @@
-"""The seam between the directory and an eviction policy.
+"""The seams between who keeps blocks (the directory, a tier's `Residents`) and an eviction policy.
 
-A policy sees slot numbers of *leaves* only: blocks that nothing holds (no visible or writing child, no lease), so
-whatever it picks may go and every prefix stays closed. It is pure: no clock (the directory writes `last_use` before it
-calls), no random source of its own, no input or output.
+A policy picks among *leaves* only: blocks that nothing holds (no visible or writing child, no lease), so whatever it
+picks may go and every prefix stays closed. It is pure: no clock (its keeper writes `last_use` and passes the time in),
+no random source of its own, no input or output.
+
+An `EvictionPolicy` needs to know the leaves and nothing else. A `LearningPolicy` is told about all blocks besides:
+who came, who was used again, who left. Its keeper calls, in this order,
+
+    a use      tick(now), reuse(all used blocks), then writes last_use, then touch(the leaves among them)
+    an arrival tick(now), writes last_use, remove(parent, if it was a leaf), enter(the new chain), add(its last block)
+    a departure pop() or remove(), leave(the block), then readmit(its parent, if nothing holds that any more)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+TICKS_PER_S = 100
+"""Ticks of `last_use` and of every policy's time: 10 ms."""
+
+Slots = npt.NDArray[np.int64]
+"""Slot numbers, of a chain in token order."""
+Names = npt.NDArray[np.uint64]
+"""64 bits of each block's key, under which a policy remembers a block that has gone."""
+
+
+def view_of(array: npt.NDArray[Any]) -> memoryview:
+    """The items of an array as plain Python numbers, several times faster one by one than through the array."""
+    return memoryview(cast(bytes, array))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,4 +78,28 @@ class EvictionPolicy(Protocol):
 
     def __len__(self) -> int:
         """How many leaves there are."""
+        ...
+
+
+@runtime_checkable
+class LearningPolicy(EvictionPolicy, Protocol):
+    """Keeps the leaves and learns from every use, also of blocks that are no leaves and of blocks that are gone."""
+
+    def tick(self, now: int) -> None:
+        """The time, in ticks of `last_use`, of all calls until the next tick. It never goes back."""
+        ...
+
+    def enter(self, slots: Slots, names: Names, positions: npt.NDArray[np.int64], parent: int) -> None:
+        """These new blocks are a chain below the block in slot `parent` (-1: a root, or a parent elsewhere).
+
+        positions: of each block's first token in its sequence.
+        """
+        ...
+
+    def reuse(self, slots: Slots) -> None:
+        """These blocks are used again now; `last_use` still says when they were used before."""
+        ...
+
+    def leave(self, slot: int, *, is_evicted: bool) -> None:
+        """The block in this slot is gone. Evicted ones may come back; deleted and damaged ones are forgotten."""
         ...
