@@ -29,7 +29,7 @@ from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from traces import Ids, Pieces, Trace, fold, read_trace
+from traces import Pieces, fold
 
 import ucxkv
 from ucxkv.cli.measure import Conditions
@@ -38,6 +38,7 @@ from ucxkv.ids import NodeId
 from ucxkv.keys import KeyArray
 from ucxkv.placement import Members
 from ucxkv.sharding import ShardRule, levelled
+from ucxkv.simulation.traces import Ids, Trace, read_trace
 from ucxkv.walk import Answer, Ask, Walk
 
 CLIENTS, NODES = 16, 4

@@ -41,6 +41,7 @@ LAYERS = {
     "ucxkv.directory": "cores",
     "ucxkv.replication": "cores",
     "ucxkv.policy": "cores",
+    "ucxkv.simulation": "simulation",
     "ucxkv.control": "control",
     "ucxkv.journal": "journal",
     "ucxkv.journal.pieces": "cores",
@@ -79,12 +80,26 @@ BELOW = {
     "values": set(),
     "cores": {"values"},
     "link": {"cores", "values", "transport", "tiers"},  # what both shells need: dialling, links to nodes
+    "simulation": {"cores", "values"},  # the cores over a trace: it reads files, and draws from a seed
     "control": {"cores", "values"},  # the control plane's engines
     "journal": {"cores", "values"},  # the directory's log on disk
     "client": {"control", "link", "cores", "values", "transport", "tiers"},
     "node": {"control", "journal", "link", "cores", "values", "transport", "tiers"},
     "peers": set(),  # another interpreter may run it
-    "cli": {"face", "client", "node", "control", "journal", "link", "cores", "values", "transport", "tiers", "peers"},
+    "cli": {
+        "face",
+        "client",
+        "node",
+        "control",
+        "journal",
+        "link",
+        "cores",
+        "values",
+        "transport",
+        "tiers",
+        "peers",
+        "simulation",
+    },
     "face": {"client", "node", "values", "cores"},
 }
 
@@ -113,7 +128,7 @@ FOREIGN = {
     "prometheus_client": ("ucxkv.node",),
     "typer": ("ucxkv.cli",),
     "rich": ("ucxkv.cli", "ucxkv.perf"),
-    "matplotlib": ("ucxkv.perf.plot",),
+    "matplotlib": ("ucxkv.perf.plot", "ucxkv.simulation.plot"),
     "torch": ("ucxkv.perf.peers.device",),
     "cupy": ("ucxkv.perf.peers.device",),
     "uvloop": ("ucxkv.node", "ucxkv.cli", "ucxkv.sync", "ucxkv.transport.submit"),

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ucxkv.cli import data, doctor, drain, elect, node, perf, topo
+from ucxkv.cli import data, doctor, drain, elect, node, perf, simulate, topo
 from ucxkv.errors import SetupError, UcxKvError, Unavailable, UsageError
 
 __all__ = ["app", "run"]
@@ -32,6 +32,7 @@ app.command("rm")(data.rm)
 app.command("perf")(perf.perf)
 app.command("doctor")(doctor.doctor)
 app.command("topo")(topo.topo)
+app.command("simulate")(simulate.simulate)
 
 
 @app.command("version")
