@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from tests.policy.worlds import Cache
 from ucxkv.policy import S3FifoPolicy
 
@@ -42,3 +44,25 @@ def test_a_chain_is_eaten_from_its_tail() -> None:
         cache.request([100 + number], 1 + number)
         assert cache.slots.keys() >= set(range(1, 10 - number))
         assert 10 - number not in cache.slots
+
+
+def test_what_is_above_a_block_of_main_is_in_main() -> None:
+    """Goal: no block is held in small, where it could never go and would take the newcomers' room. Method: random paths
+    of a tree through a small cache; after each request the queue of every block's parent."""
+    cache, draw = Cache(12, 5, S3FifoPolicy), random.Random(4)
+    policy = cache.residents.policy
+    assert isinstance(policy, S3FifoPolicy)
+    in_main = 0
+    for now in range(400):
+        at, chain = 0, []
+        for _ in range(draw.randrange(1, 6)):
+            at = 3 * at + draw.choice((1, 1, 2, 3))
+            chain.append(at)
+        cache.request(chain, now)
+        for block, slot in cache.slots.items():
+            if policy._home[slot] and block > 3:
+                in_main += 1
+                assert policy._home[cache.slots[(block - 1) // 3]]
+        assert sum(policy._blocks) == len(cache.slots)
+        assert policy._blocks[1] == sum(int(policy._home[slot]) for slot in cache.slots.values())
+    assert in_main > 100

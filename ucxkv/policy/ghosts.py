@@ -64,7 +64,7 @@ class Ghosts:
         if self._index:
             find = self._index.get
             places = [find(name, -1) for name in names.tolist()]
-            for i, at in enumerate(places):
+            for i, at in enumerate(places if max(places) >= 0 else ()):
                 if at >= 0:
                     del self._index[self._names[at]]
                     hits[i] = min(2, self._hits[at] + 1)

@@ -5,6 +5,8 @@ hold leaves only. A block that is a leaf again because its last child went was q
 the front of its queue. A block of the small queue that has been used twice moves to main at once, not when its turn
 comes: its ancestors, which cannot be queued, are used at least as often and move with it.
 
+For the same reason a block that goes to main, being remembered, takes those above it along.
+
 Invariants: a block belongs to small or main from `enter` to `leave`; each queue holds exactly its leaves; there are at
 most as many ghosts as slots. Every call is O(1) a block.
 """
@@ -37,6 +39,8 @@ class S3FifoPolicy:
         self._uses: npt.NDArray[np.uint8] = np.zeros(slots, np.uint8)
         self._home: npt.NDArray[np.uint8] = np.zeros(slots, np.uint8)
         self._names: npt.NDArray[np.uint64] = np.zeros(slots, np.uint64)
+        self._parents: npt.NDArray[np.int64] = np.full(slots, -1, np.int64)
+        self._parent = view_of(self._parents)
         self._use, self._where, self._name = view_of(self._uses), view_of(self._home), view_of(self._names)
         self._queues: tuple[OrderedDict[int, None], OrderedDict[int, None]] = (OrderedDict(), OrderedDict())
         self._blocks = [0, 0]
@@ -46,18 +50,31 @@ class S3FifoPolicy:
         """Nothing: order is all that counts here."""
 
     def enter(self, slots: Slots, names: Names, positions: npt.NDArray[np.int64], parent: int) -> None:
-        """New blocks: to main when remembered, else to small."""
+        """New blocks: to main when remembered, with all above them, else to small."""
         ghosts = self._ghosts
-        known = [name in ghosts for name in names.tolist()] if ghosts else [False] * len(names)
         self._names[slots] = names
         self._uses[slots] = 0
-        self._home[slots] = known
-        if any(known):
+        self._home[slots] = _SMALL
+        self._parents[slots[1:]] = slots[:-1]
+        self._parents[slots[0]] = parent
+        self._blocks[_SMALL] += len(slots)
+        known = [at for at, name in enumerate(names.tolist()) if name in ghosts] if ghosts else []
+        if known:
             for name in names[known].tolist():
                 ghosts.pop(name, None)
-        back = sum(known)
-        self._blocks[_MAIN] += back
-        self._blocks[_SMALL] += len(slots) - back
+            self._climb(int(slots[known[-1]]))
+
+    def _climb(self, slot: int) -> None:
+        """Move a block and all above it to main: there it would hold them in small, where they could never go."""
+        where, small, main = self._where, *self._queues
+        while slot >= 0 and where[slot] == _SMALL:
+            where[slot] = _MAIN
+            self._blocks[_SMALL] -= 1
+            self._blocks[_MAIN] += 1
+            if self._leaf[slot]:
+                del small[slot]
+                main[slot] = None
+            slot = self._parent[slot]
 
     def reuse(self, slots: Slots) -> None:
         """Count a use of each; those of small that have two go to main."""

@@ -65,13 +65,15 @@ class TucPolicy:
         self._names: npt.NDArray[np.uint64] = np.zeros(slots, np.uint64)
         self._alive: npt.NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self._class, self._step = view_of(self._classes), view_of(self._steps)
-        self._position = view_of(self._positions)
+        self._position, self._name = view_of(self._positions), view_of(self._names)
+        self._hit, self._kid = view_of(self._hits), view_of(self._kids)
+        self._is_alive = view_of(self._alive)
         self._gain_of = cast("memoryview[float]", view_of(self._gains))
         self._forgotten: list[tuple[int, int]] = []
         self._ghosts = Ghosts(2 * slots if ghosts_max is None else ghosts_max)
         self._queues: dict[int, list[tuple[int, int, int]]] = {}
         self._entries = self._count = 0
-        self._hot = -1
+        self._hot, self._hot_worth = -1, 0.0
         self._order: list[tuple[float, int, int, int]] = []
         self._order_time, self._order_pops, self._water_time = 0, 0, -1
         self._blocks, self._events, self._lesson_at = 0, 0, _LESSON_FIRST
@@ -114,13 +116,11 @@ class TucPolicy:
 
     def leave(self, slot: int, *, is_evicted: bool) -> None:
         """Remember a block that was evicted, forget another."""
-        self._alive[slot] = False
+        self._is_alive[slot] = False
         self._blocks -= 1
         if is_evicted:
-            forgotten = self._ghosts.put(
-                int(self._names[slot]), self._last_use[slot], int(self._hits[slot]), int(self._kids[slot]),
-                self._class[slot],
-            )  # fmt: skip
+            used, name = self._last_use[slot], self._name[slot]
+            forgotten = self._ghosts.put(name, used, self._hit[slot], self._kid[slot], self._class[slot])
             if forgotten is not None:
                 self._forgotten.append(forgotten)
                 if len(self._forgotten) >= _SLACK:
@@ -180,9 +180,9 @@ class TucPolicy:
         """Queue a block that is a leaf again; when it is worth no more than the last victim it is the next one."""
         assert not self._leaf[slot], f"slot {slot} is a leaf already"
         self._count += 1
-        if self._hot < 0 and self._water_time == self.now and self.worth(slot) <= self.water:
+        if self._hot < 0 and self._water_time == self.now and (worth := self.worth(slot)) <= self.water:
             self._leaf[slot] = self._queue(slot) + 1
-            self._hot = slot
+            self._hot, self._hot_worth = slot, worth
         else:
             self._push(slot)
 
@@ -205,13 +205,13 @@ class TucPolicy:
     def pop(self) -> int:
         """Take out the leaf that is worth least; -1 when there is none."""
         slot = self._hot
-        if slot < 0:
+        if slot >= 0:
+            self._hot, self.water = -1, self._hot_worth
+        else:
             slot = self._least()
             if slot < 0:
                 return -1
-        else:
-            self._hot = -1
-        self.water, self._water_time = self.worth(slot), self.now
+            self.water, self._water_time = self.worth(slot), self.now
         self._leaf[slot] = 0
         self._count -= 1
         self._order_pops += 1

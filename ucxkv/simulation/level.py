@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from ucxkv.policy import EvictionPolicy, LeafLinks, Residents
+from ucxkv.policy.base import view_of
 from ucxkv.policy.residents import NONE
 from ucxkv.simulation.belady import BeladyPolicy
 from ucxkv.simulation.traces import Ids
@@ -34,6 +35,7 @@ class Level:
     def __init__(self, workload: Workload, node_of: Ids, nodes: int, capacity: int, policy: PolicyMaker) -> None:
         self.slot_of: Ids = np.full(workload.unique, -1, np.int64)
         self.refused = 0
+        self._slot, self._parent, self._node = view_of(self.slot_of), view_of(workload.parents), view_of(node_of)
         self._node_of, self._parents, self._block_tokens = node_of, workload.parents, workload.block_tokens
         self._names = np.arange(workload.unique, dtype=np.uint64)
         used = np.unique(node_of).tolist()
@@ -43,6 +45,7 @@ class Level:
         slots = {node: most.get(node, min(capacity, workload.unique)) + workload.longest for node in used}
         self._nodes = {node: Residents(slots[node], policy) for node in used}
         self._id_at: dict[int, Ids] = {node: np.full(slots[node], -1, np.int64) for node in used}
+        self._id = {node: view_of(ids) for node, ids in self._id_at.items()}
 
     def matched(self, ids: Ids) -> int:
         """How many blocks of this chain are here, from its root on."""
@@ -116,17 +119,17 @@ class Level:
         return True
 
     def _shrink(self, node: int, gone: list[int]) -> None:
-        place, capacity, id_at = self._nodes[node], self._capacity[node], self._id_at[node]
+        place, capacity, id_at = self._nodes[node], self._capacity[node], self._id[node]
         while len(place) > capacity:
             slot = place.evict()
             if slot < 0:
                 return
-            block = int(id_at[slot])
+            block = id_at[slot]
             self._forget(node, block)
             gone.append(block)
 
     def _forget(self, node: int, block: int) -> None:
-        self.slot_of[block] = -1
-        above = int(self._parents[block])
-        if above >= 0 and (other := int(self._node_of[above])) != node:
-            self._nodes[other].release(int(self.slot_of[above]))
+        self._slot[block] = -1
+        above = self._parent[block]
+        if above >= 0 and (other := self._node[above]) != node:
+            self._nodes[other].release(self._slot[above])
