@@ -36,7 +36,6 @@ Line = tuple[int, dict[str, Any]]
 
 _MOONCAKE_TOKENS, _VLLM_TOKENS, _LMCACHE_TOKENS = 512, 16, 64
 _CHARACTERS_A_TOKEN = 4
-_MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
