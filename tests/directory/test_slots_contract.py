@@ -225,6 +225,33 @@ def test_into_reader_reads_whole_values_and_nothing_else() -> None:
         read_into(hit, 25, 0)
 
 
+def test_a_value_that_moves_is_the_same_block_in_another_place(side: Side) -> None:
+    """Goal: a block changes its place and nothing else; a region that nobody maps is said to be so, never read.
+    Method: a value in two places; move the slot to the second, to no region, to a slot that is not there.
+    """
+    table, reader = make(side)
+    arena = Arena(4096)
+    key, other = chain(2)
+    put(table, [key, other], arena=arena)
+    before = reader.lookup(key)[0][0].copy()
+    value = b"value of " + key
+    reader.map_region(3, arena.address, arena.size)
+    table.move(0, 3, arena.write(value), 1)
+    after = reader.lookup(key)[0][0]
+    moved = ("region", "offset", "check", "version")
+    assert [name for name in SLOT_DTYPE.names or () if before[name] != after[name]] == list(moved)
+    found = reader.view(key)
+    assert (found.status, found.generation, found.region) == (ReadStatus.HIT, int(before["generation"]), 3)
+    assert arena.at(found.address, found.length) == value
+    table.move(0, 0xFFFF, 77, 2)
+    found = reader.view(key)
+    assert (found.status, found.address, found.tier) == (ReadStatus.UNMAPPED, 0, 2)
+    assert reader.match(key + other) == 2 and table.find(key).tolist() == [0]
+    for absent in (2, 10**6):
+        with pytest.raises(ValueError, match="not visible"):
+            table.move(absent, 0, 0, 1)
+
+
 def test_a_cancelled_read_writes_nothing_more(side: Side) -> None:
     """Goal: cancel stops before the next copy. Method: a flag set beforehand; the destination keeps its poison."""
     table, reader = make(side)

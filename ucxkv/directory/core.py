@@ -14,7 +14,8 @@ Time is an argument, the slot table is memory handed in by the shell. Between tw
 
 Beside the table there are five u32 per slot: parent (slot number, NONE for a root), holds, prev, next, last_use (10
 ms). `holds` counts what keeps a block from being evicted: visible children, children being written or staged, leases;
-its top bit says that the block is durable, which does so too (see `durable`). The policy's leaves are exactly the
+its top bit says that the block is durable, which does so too (see `durable`), the next that its value is on disk only
+(see `cold`). The policy's leaves are exactly the
 visible blocks whose `holds` is 0. Derived slots (parts >= 1) are neither parents, children nor leaves; their `parent`
 is the slot of their block.
 """
@@ -29,6 +30,8 @@ import numpy as np
 
 from ucxkv.directory import crossing as cx
 from ucxkv.directory import events as ev
+from ucxkv.directory import tiering as tr
+from ucxkv.directory.cold import COLD, ColdBlocks
 from ucxkv.directory.durable import DURABLE, DurableWriter
 from ucxkv.directory.elsewhere import Elsewhere, ShardRole
 from ucxkv.directory.evicting import evict
@@ -49,13 +52,16 @@ from ucxkv.policy.lru import LruPolicy
 
 R = TypeVar("R")
 _TIME_UNIT_NS = 10_000_000
+HOLDS = ~(DURABLE | COLD)
+"""The bits of `holds` that count."""
 
 
 class Directory:
     """See the module.
 
     table: a freshly made SlotTable (or its twin); the directory becomes its only writer and owns `table.links`.
-    grace_ns: how long a hidden block's memory stays untouched for readers that found it before.
+    grace_ns: how long a hidden block's memory stays untouched for readers that found it before. has_disk: blocks may
+    leave memory for a disk and stay visible (`cold`).
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class Directory:
         limits: Limits | None = None,
         policy: Callable[[LeafLinks], EvictionPolicy] = LruPolicy,
         role: ShardRole | None = None,
+        has_disk: bool = False,
     ) -> None:
         limits = limits or Limits()
         self.table = table
@@ -83,6 +90,7 @@ class Directory:
         self.parts = PartWriter(self, limits.writing)
         self.durable = DurableWriter(self, limits.staged)
         self.elsewhere = Elsewhere(self, role)
+        self.cold = ColdBlocks(self, is_on=has_disk)
         self.roots = RootFinder(self)
         self.generation = 0
         self.blocks = self.bytes = 0
@@ -115,6 +123,11 @@ class Directory:
             cx.Repin: self.elsewhere.repin,
             cx.Reclaim: self.elsewhere.reclaim,
             cx.Local: self.elsewhere.local,
+            tr.Fresh: self.cold.take_fresh,
+            tr.Copied: self.cold.copied,
+            tr.Warm: self.cold.warm,
+            tr.CopiesLost: self.cold.lost,
+            tr.AdoptCold: self.cold.adopt,
         }
 
     def handle(self, event: ev.Event[R], now_ns: int) -> ev.Outcome[R]:
@@ -192,6 +205,13 @@ class Directory:
         if not left:
             self.policy.readmit(slot)
 
+    def leave_parent(self, slot: int) -> None:
+        """A visible block that has a parent goes: that is held by one less."""
+        if self.holds[slot] & COLD:
+            self.cold.below[self.parent[slot]] -= 1
+        else:
+            self.unhold(self.parent[slot])
+
     def arrived(self, slot: int, parent_slot: int, length: int, now_ns: int) -> None:
         """A block has become visible. Its hold on its parent is the caller's to make."""
         self.parent[slot] = parent_slot & NONE
@@ -261,6 +281,8 @@ class Directory:
         for slot in stored:
             if not holds[slot]:
                 self.policy.add(slot)
+        if self.cold.is_on:
+            self.cold.arrived(stored)
         self.blocks += len(stored)
         self.bytes += nbytes
         self.totals["stored"] += len(stored)
@@ -357,7 +379,9 @@ class Directory:
     def children(self, slot: int) -> int:
         """Children of a block, visible or being written: what holds it besides leases and its class."""
         pins = self.leases.pins
-        return int(self.holds[slot] & ~DURABLE) - (pins.get(self.words.generation(slot), 0) if pins else 0)
+        below = self.cold.below[slot] if self.cold.is_on else 0
+        held = int(self.holds[slot] & HOLDS) + below
+        return held - (pins.get(self.words.generation(slot), 0) if pins else 0)
 
     def depart(
         self, slot: int, extents: list[ev.Extent], hide: list[int], now_ns: int, doomed: Collection[int] = ()
@@ -371,7 +395,9 @@ class Directory:
         hide += numbers
         above = self.parent[slot]
         if above != NONE and above not in doomed:
-            self.unhold(above)
+            self.leave_parent(slot)
+        if self.cold.is_on:
+            self.cold.left(slot, extents)
         self.durable.left(slot)
         self.elsewhere.left(slot)
         pins = self.leases.pins

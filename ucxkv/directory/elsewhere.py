@@ -339,8 +339,8 @@ class Elsewhere:
         directory = self._directory
         if slot in self.delegating:
             return True
-        if directory.holds[slot] < rule.fanout:  # the usual case, without a look at what holds it
-            return False
+        if directory.holds[slot] < rule.fanout and not directory.cold.is_on:
+            return False  # the usual case, without a look at what holds it
         return rule.delegates(directory.children(slot) - len(self.pinned.get(slot, ())), False)
 
     def _is_writing(self, key: bytes) -> bool:

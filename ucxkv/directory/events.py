@@ -102,11 +102,13 @@ class DeleteReply:
 @dataclass(frozen=True, slots=True)
 class RemovedReply:
     """How many blocks, and how many bytes of values, were taken out of sight; their extents follow when they are
-    free. left: the keys of durable ones among them, to log as gone."""
+    free. left: the keys of durable ones among them, to log as gone. demoted: bytes of memory that blocks gave up which
+    are visible all the same, from disk; the rest is counted without them."""
 
     blocks: int
     bytes: int
     left: Buffer = b""
+    demoted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,12 +327,14 @@ class Evict(Event[RemovedReply]):
     """Hide leaves, as the policy picks them, until `bytes_needed` are on their way to be free or `limit` were looked
     at.
 
-    regions: only blocks with a part there; None: all.
+    regions: only blocks with a part there; None: all. Blocks with a copy on disk stay visible and give up their memory.
+    is_hiding: whether the others go, too.
     """
 
     bytes_needed: int
     regions: Collection[int] | None = None
     limit: int = 1024
+    is_hiding: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Making room: leaves go, as the policy picks them, so that every prefix stays closed."""
+"""Making room: leaves go, as the policy picks them, so that every prefix stays closed. What has a copy on disk leaves
+memory only."""
 
 from __future__ import annotations
 
@@ -10,30 +11,47 @@ from ucxkv.directory.events import Evict, Extent, RemovedReply
 if TYPE_CHECKING:
     from ucxkv.directory.core import Directory
 
+_PASSED_MAX = 64
+"""So many leaves without a copy, where only those with one are to go, and the rest is taken to have none either."""
+
 
 def evict(directory: Directory, event: Evict, now_ns: int) -> RemovedReply:
     """Carry out an Evict."""
     extents: list[Extent] = []
     hide: list[int] = []
     passed: list[int] = []
-    policy = directory.policy
-    size = blocks = 0
+    uprooted: list[int] = []
+    policy, cold = directory.policy, directory.cold
+    size = blocks = demoted = 0
     for _ in range(event.limit):
-        slot = policy.pop() if size < event.bytes_needed else -1
+        slot = policy.pop() if size + demoted < event.bytes_needed else -1
         if slot < 0:
             break
         if event.regions is not None and not _is_in(directory, slot, event.regions):
             passed.append(slot)
-            continue
-        size += directory.depart(slot, extents, hide, now_ns)
-        blocks += 1
-    for slot in reversed(passed):
+        elif cold.is_on and cold.copy[slot]:
+            demoted += cold.demote(slot, extents)
+        elif not event.is_hiding:
+            passed.append(slot)
+            if len(passed) == _PASSED_MAX:
+                break
+        elif cold.is_on and cold.below[slot]:
+            uprooted.append(slot)  # with what is below it on disk, which nobody could find any more
+            size += directory.words.extent(slot)[2]
+        else:
+            size += directory.depart(slot, extents, hide, now_ns)
+            blocks += 1
+    for slot in reversed((*passed, *uprooted)):
         policy.readmit(slot)
     directory.hide(hide, extents, now_ns)
+    size -= sum(directory.words.extent(slot)[2] for slot in uprooted)
     directory.blocks -= blocks
     directory.bytes -= size
+    if uprooted:
+        gone = directory.drop_slots(uprooted, now_ns)
+        blocks, size = blocks + gone.blocks, size + gone.bytes
     directory.totals["evicted"] += blocks
-    return RemovedReply(blocks, size)
+    return RemovedReply(blocks, size, demoted=demoted)
 
 
 def _is_in(directory: Directory, slot: int, regions: Collection[int]) -> bool:

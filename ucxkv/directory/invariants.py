@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ucxkv.directory.cold import COLD, DISK_REGION
 from ucxkv.directory.durable import DURABLE
 from ucxkv.directory.events import Extent
 from ucxkv.directory.records import derived_keys
@@ -31,6 +32,7 @@ def check(directory: Directory) -> None:
     directory.parts.writing.check()
     directory.durable.check()
     _check_durable(directory, blocks)
+    _check_cold(directory, blocks)
     directory.elsewhere.check()
     directory.roots.check()
     generations = {int(records["generation"][slot]): slot for slot in blocks}
@@ -70,7 +72,7 @@ def _check_holds(directory: Directory, visible: set[int], blocks: set[int]) -> N
     for slot in blocks:
         above = directory.parent[slot]
         assert above == NONE or above in blocks, "I1: a visible block whose parent is not"
-        holds[above] += 1
+        holds[above] += not directory.holds[slot] & COLD
     for block in directory.parts.writing:  # below another writing block: parent_slot is -1, and nothing held
         assert block.parent_slot == -1 or block.parent_slot in blocks, "I1: a writing block whose parent is not visible"
         assert int(directory.table.find(block.key)[0]) < 0, "a writing block is visible"
@@ -86,7 +88,7 @@ def _check_holds(directory: Directory, visible: set[int], blocks: set[int]) -> N
         holds[slot] += len(children)
     for slot in blocks:
         holds[slot] += directory.leases.pins.get(directory.words.generation(slot), 0)
-        assert directory.holds[slot] & ~DURABLE == holds[slot], "holds"
+        assert directory.holds[slot] & ~(DURABLE | COLD) == holds[slot], "holds"
     leaves = directory.policy.leaves()
     assert len(leaves) == len(set(leaves)) == len(directory.policy)
     assert set(leaves) == {slot for slot in blocks if not directory.holds[slot]}, (
@@ -112,6 +114,28 @@ def _check_durable(directory: Directory, blocks: set[int]) -> None:
     assert directory.durable.bytes == sum(directory.words.extent(slot)[2] for slot in durable)
 
 
+def _check_cold(directory: Directory, blocks: set[int]) -> None:
+    """What is on disk only says so everywhere, each copy is one block's, and the counts."""
+    state = directory.cold
+    is_cold = {slot for slot in blocks if directory.holds[slot] & COLD}
+    regions = directory.table.records["region"]
+    assert is_cold == {slot for slot in blocks if regions[slot] == DISK_REGION}, "a cold block elsewhere than on disk"
+    assert not any(directory.durable.is_durable(slot) for slot in is_cold), "a durable block on disk only"
+    assert (state.blocks, state.bytes) == (len(is_cold), sum(directory.words.extent(slot)[2] for slot in is_cold))
+    if not state.is_on:
+        assert not is_cold
+        return
+    below: Counter[int] = Counter(directory.parent[slot] for slot in is_cold)
+    handles = Counter(directory.words.extent(slot)[1] for slot in is_cold)
+    for slot in range(directory.table.capacity):
+        assert state.below[slot] == (below[slot] if slot in blocks else 0), "children on disk"
+        assert not state.copy[slot] or (slot in blocks and slot not in is_cold), "a copy of nothing"
+        handles[state.copy[slot]] += 1
+    del handles[0]
+    handles.update(offset for region, offset, _ in directory.leaving.extents() if region == DISK_REGION)
+    assert set(handles.values()) <= {1}, "a copy of two blocks"
+
+
 def held_extents(directory: Directory, visible: set[int] | None = None) -> list[Extent]:
     """Every extent the directory has in hand: of the visible slots (default: found here), of writings, staged, and
     leaving."""
@@ -128,6 +152,6 @@ def _check_extents(directory: Directory, visible: set[int]) -> None:
     leaving = directory.leaving.extents()
     assert len(leaving) == directory.leaving.extents_count
     assert sum(length for _, _, length in leaving) == directory.leaving.bytes_count
-    spans = sorted(held_extents(directory, visible))
+    spans = sorted(extent for extent in held_extents(directory, visible) if extent[0] != DISK_REGION)
     for (region, offset, length), (other, start, _) in pairwise(spans):
         assert region != other or offset + length <= start, "I5: an extent in two hands"

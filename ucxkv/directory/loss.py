@@ -50,8 +50,9 @@ def lose(directory: Directory, regions: set[int], now_ns: int, slots: Sequence[i
     above = np.minimum(parents[blocks], np.uint32(len(records)))
     tops = blocks[(above != len(records)) & ~is_gone[above]]
     for slot in tops.tolist():
-        directory.unhold(directory.parent[slot])
+        directory.leave_parent(slot)
 
+    directory.cold.gone(blocks, now_ns)
     send_off(directory, order, regions, now_ns)
     size = int(records["length"][order].sum(dtype=np.uint64))
     table.hide(order.astype(np.int32))

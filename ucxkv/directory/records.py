@@ -66,6 +66,10 @@ class SlotWords:
         words, at = self._words, 8 * slot
         return words[at + 5] >> 32 & 0xFF, words[at + 5] >> 48 & 0xFF, words[at + 6]
 
+    def is_visible(self, slot: int) -> bool:
+        """Whether there is a block, or a part of one, in this slot."""
+        return self._words[8 * slot + 3] >> 32 & 0xFF == 1
+
     def is_derived(self, slot: int) -> bool:
         """Whether it is part p >= 1 of a block."""
         return bool(self._words[8 * slot + 5] >> 40 & 1)

@@ -237,6 +237,20 @@ uint64_t slots_hide(kv_writer *w, uint64_t n, const void *idx) {
     return done;
 }
 
+/* Says that the value of a visible slot lies elsewhere now, the same bytes: readers find it in the old place or in the new
+ * one, and what they copied from the old one while it changed is read again. 0: done; 1: no visible slot. */
+int slots_move(kv_writer *w, uint32_t slot, uint16_t region, uint64_t offset, uint8_t tier) {
+    kv_slot copy;
+    if (slot >= w->t.capacity || !slot_copy(&w->t, slot, &copy) || copy.state != SLOT_VISIBLE) return 1;
+    copy.region = region;
+    copy.offset = offset;
+    copy.tier = tier;
+    copy.check = slot_check(&copy);
+    slot_write(&w->t, slot, &copy);
+    value_fence(); /* the new version comes before whatever is written over the old place next */
+    return 0;
+}
+
 /* Goes over to another epoch: what is visible stays so under it, slots of any other epoch are never trusted again. Ends the
  * lease, since readers of either epoch would miss blocks while it runs; readers of the old one are not served from then on.
  * The lease goes first and the header's epoch last, so whoever sees a later lease sees that epoch, and whoever attaches or

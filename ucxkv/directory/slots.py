@@ -264,6 +264,13 @@ class SlotTable:
         )
         return status, slots[0], slots[1], nbytes
 
+    def move(self, slot: int, region: int, offset: int, tier: int) -> None:
+        """Say that a visible slot's value lies in another place: the same bytes, whole there already. The old place
+        may be written to after the grace. ValueError: no visible slot.
+        """
+        if self._lib.slots_move(self._writer, slot, region, offset, tier):
+            raise ValueError(f"slot {slot} is not visible")
+
     def hide(self, slots: I32) -> int:
         """Take slots out, in the order given; numbers that are no visible slots are skipped. Returns how many left."""
         return int(self._lib.slots_hide(self._writer, len(slots), _pointer(slots, 4 * len(slots), "slots")))

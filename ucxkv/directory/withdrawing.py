@@ -52,6 +52,7 @@ def withdraw(directory: Directory, event: Withdraw, now_ns: int) -> WithdrawRepl
     directory.elsewhere.gone(blocks)
     for slot in blocks[arrays["prev"][blocks] != 0].tolist():
         directory.policy.remove(slot)
+    directory.cold.gone(blocks, now_ns)
     send_off(directory, freed, set(), now_ns)
     lengths = table.records["length"]
     size = int(lengths[order].sum(dtype=np.uint64))
