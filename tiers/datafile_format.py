@@ -28,19 +28,20 @@ bytes, the same in every version:
 Bodies, right behind the head (the index's: at `length`):
 
     file, store   16 bytes: the store's id, then zeros up to 4 KiB. All that says something is in one sector
-    batch         84 descriptors of 48 bytes, unused ones zero; the payloads follow at 4 KiB, in the same order
+    batch         63 descriptors of 64 bytes, unused ones zero; the payloads follow at 4 KiB, in the same order
     index         `count` descriptors; the head is the last 4 KiB of the file
 
 A descriptor:
 
     offset bytes  field
      0     16     key
-    16      8     sum: xxh3-64 of the payload; tombstone: zero
-    24      8     version: the caller's
-    32      4     offset: in the file, in blocks of 4 KiB; tombstone: zero
-    36      4     length: bytes of the payload; tombstone: zero
-    40      4     flags: the caller's (codec), below 2**31; bit 31: tombstone, all that came before of this key is gone
-    44      4     zero
+    16     16     parent: the key of the block before it in its chain; zeros: it is a root; tombstone: zeros
+    32      8     sum: xxh3-64 of the payload; tombstone: zero
+    40      8     version: the caller's
+    48      4     offset: in the file, in blocks of 4 KiB; tombstone: zero
+    52      4     length: bytes of the payload; tombstone: zero
+    56      4     flags: the caller's (codec), below 2**31; bit 31: tombstone, all that came before of this key is gone
+    60      4     zero
 
 Of several descriptors of a key the last one counts: the one in the higher generation, and there in the later batch.
 """
@@ -70,6 +71,7 @@ __all__ = [
     "INDEX",
     "IN_USE",
     "KEY_BYTES",
+    "NO_PARENT",
     "NUMBER_MAX",
     "STORE",
     "TOMBSTONE",
@@ -94,7 +96,8 @@ VERSION = 1
 BLOCK_BYTES = 4096
 HEAD_BYTES = 64
 KEY_BYTES = 16
-DESCRIPTOR_BYTES = 48
+NO_PARENT = bytes(KEY_BYTES)  # a root's
+DESCRIPTOR_BYTES = 64
 DESCRIPTORS_MAX = (BLOCK_BYTES - HEAD_BYTES) // DESCRIPTOR_BYTES
 NUMBER_MAX = (1 << 63) - 1  # of generation, sequence and run, so that counting on from any of them stays within 64 bits
 FREE, IN_USE = 0, 1
@@ -105,6 +108,7 @@ FILE, BATCH, INDEX, STORE = (int.from_bytes(b"UKV" + x, "little") for x in (b"D"
 DESCRIPTOR_DTYPE = np.dtype(
     [
         ("key", f"V{KEY_BYTES}"),
+        ("parent", f"V{KEY_BYTES}"),
         ("sum", "<u8"),
         ("version", "<u8"),
         ("offset", "<u4"),
@@ -214,7 +218,7 @@ def encode_batch(
 ) -> tuple[bytes, int]:
     """(header of 4 KiB, its sum) of a batch. length: with the payloads."""
     count = len(descriptors)
-    assert 0 < count <= DESCRIPTORS_MAX, "a batch holds 1 to 84 descriptors"
+    assert 0 < count <= DESCRIPTORS_MAX, "a batch holds 1 to 63 descriptors"
     body = descriptors.tobytes().ljust(BLOCK_BYTES - HEAD_BYTES, b"\0")
     sealed, total = _seal(_HEAD.pack(BATCH, VERSION, 0, file, count, generation, sequence, length, run, previous), body)
     return sealed + body, total

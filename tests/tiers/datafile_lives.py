@@ -18,7 +18,7 @@ import xxhash
 
 from tests.tiers.faulty_engine import FaultyDisk, FaultyEngine
 from ucxkv.tiers.base import BlockDamaged, BlockGone
-from ucxkv.tiers.datafile_format import decode_file
+from ucxkv.tiers.datafile_format import NO_PARENT, decode_file
 from ucxkv.tiers.datafiles import Block, Datafiles, Hooks, Place, Problem, ProblemKind, RecoveredBlocks
 
 FILE_BYTES = 128 << 10
@@ -29,8 +29,13 @@ def key_of(number: int) -> bytes:
     return xxhash.xxh3_128_digest(number.to_bytes(4, "little"))
 
 
+def parent_of(key: bytes, version: int) -> bytes:
+    """What `block_of` says is the block's parent; every third version is a root."""
+    return xxhash.xxh3_128_digest(key + version.to_bytes(8, "little")) if version % 3 else NO_PARENT
+
+
 def block_of(key: bytes, data: bytes, version: int = 0, flags: int = 0) -> Block:
-    return Block(key, xxhash.xxh3_64_intdigest(data), version, [data], flags)
+    return Block(key, xxhash.xxh3_64_intdigest(data), version, [data], flags, parent_of(key, version))
 
 
 async def read_bytes(store: Datafiles, place: Place) -> bytes:
@@ -232,6 +237,7 @@ async def check(owner: Owner, disk: FaultyDisk, at: int, freed: Freed) -> int:
     read = await asyncio.gather(*(read_bytes(store, each.place) for each in listed), return_exceptions=True)
     for each, data in zip(listed, read, strict=True):
         assert each.key not in found, "a key came twice"
+        assert each.parent == parent_of(each.key, each.version), f"{each.key.hex()} at {at}: another parent"
         assert isinstance(data, bytes | BlockDamaged), data
         found[each.key] = (data, each.version) if isinstance(data, bytes) else None
     there = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from tests.tiers.datafile_lives import FILE_BYTES, block, block_of, data_of, fill, key_of, opened, read_bytes, turns
 from tests.tiers.faulty_engine import SYNC, FaultyDisk, FaultyEngine, Op
 from ucxkv.tiers.base import BlockDamaged, BlockGone, ValueTooLarge, WritesFailed
+from ucxkv.tiers.datafile_format import NO_PARENT
 from ucxkv.tiers.datafiles import Datafiles
 from ucxkv.tiers.datafiles.memory import AlignedPiece
 from ucxkv.tiers.io import EngineClosed, OpKind
@@ -31,9 +33,10 @@ async def test_what_was_written_is_read_and_found_again_in_order() -> None:
             assert await read_bytes(store, place) == data_of(number, sizes[number])
         assert store.stats.payload_bytes == sum(sizes) and store.stats.blocks_written == 6
     async with opened(disk, engine) as (store, found, problems):
-        assert [(each.key, each.version, each.place) for each in found] == [
-            (each.key, each.version, place) for each, place in zip(blocks, places, strict=True)
+        assert [tuple(each) for each in found] == [
+            (each.key, each.version, place, each.parent) for each, place in zip(blocks, places, strict=True)
         ]
+        assert {each.parent == NO_PARENT for each in found} == {True, False}
         assert problems == []
         assert await read_bytes(store, places[4]) == data_of(4, 20_000)
 
@@ -244,7 +247,8 @@ async def test_calls_that_cannot_be_are_refused_at_once() -> None:
     store, _, _ = await Datafiles.open(disk, engine, file_bytes=FILE_BYTES)
     good = block(1)
     assert await store.write([]) == []
-    for wrong_block in (good._replace(key=b"short"), good._replace(buffers=[]), good._replace(flags=1 << 31)):
+    wrong_fields: list[dict[str, Any]] = [{"key": b"short"}, {"parent": b""}, {"buffers": []}, {"flags": 1 << 31}]
+    for wrong_block in (good._replace(**fields) for fields in wrong_fields):
         with pytest.raises(ValueError, match=r"must|has"):
             await store.write([wrong_block])
     with pytest.raises(ValueTooLarge):

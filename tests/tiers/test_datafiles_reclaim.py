@@ -9,6 +9,7 @@ import pytest
 from tests.tiers.datafile_lives import FILE_BYTES, block, block_of, data_of, fill, key_of, opened, read_bytes, turns
 from tests.tiers.faulty_engine import FaultyDisk, FaultyEngine
 from ucxkv.tiers.base import BlockGone, NoSpace, TierBusy
+from ucxkv.tiers.datafile_format import NO_PARENT
 from ucxkv.tiers.datafiles import Hooks, Place
 from ucxkv.tiers.datafiles.memory import AlignedPiece
 from ucxkv.tiers.io import OpKind
@@ -54,15 +55,15 @@ async def test_writers_do_not_wait_for_ever_for_a_reader_that_stays() -> None:
 
 
 async def test_hot_blocks_move_and_the_others_are_dropped() -> None:
-    """Goal: re-admission within its share. Method: every third block is hot; each move's new place has the bytes, what
-    moved is at most the share, and the next opening finds hot blocks older than all files."""
+    """Goal: re-admission within its share. Method: an early block stays hot; its newest place has the bytes, and
+    the next opening finds it, older than all files, with the parent that its writer gave."""
     disk = FaultyDisk()
     engine = FaultyEngine(disk)
     index: dict[bytes, Place] = {}
     moved: list[bytes] = []
 
     def is_hot(key: bytes, place: Place) -> bool:
-        return key == key_of(0) and index.get(key) == place
+        return key == key_of(4) and index.get(key) == place
 
     def move(key: bytes, old: Place, new: Place) -> None:
         if index.get(key) == old:
@@ -74,12 +75,13 @@ async def test_hot_blocks_move_and_the_others_are_dropped() -> None:
         for number in range(150):
             (index[key_of(number)],) = await store.write([block(number)])
             if number > 100:
-                assert await read_bytes(store, index[key_of(0)]) == data_of(0)
-        assert moved and set(moved) == {key_of(0)} and store.stats.blocks_readmitted == len(moved)
+                assert await read_bytes(store, index[key_of(4)]) == data_of(4)
+        assert moved and set(moved) == {key_of(4)} and store.stats.blocks_readmitted == len(moved)
         assert store.stats.readmitted_bytes == 8000 * len(moved)
     async with opened(disk, engine) as (store, found, _):
-        held = {each.key: each.place for each in found}
-        assert held[key_of(0)] == index[key_of(0)] and key_of(1) not in held
+        held = {each.key: each for each in found}
+        assert held[key_of(4)].place == index[key_of(4)] and key_of(1) not in held
+        assert held[key_of(4)].parent == block(4).parent != NO_PARENT
 
 
 async def test_no_more_than_the_share_is_written_again() -> None:

@@ -57,6 +57,7 @@ class Entry:
     """One block or tombstone of a request, `at` its place in the request."""
 
     key: bytes
+    parent: bytes
     sum: int
     version: int
     flags: int
@@ -94,7 +95,7 @@ def build_batch(
     last: object = piece  # whose memory the last operation is of: one operation never spans two allocations
     for at, (entry, copied) in enumerate(zip(entries, is_staged, strict=True)):
         block = offset // BLOCK_BYTES if entry.length else 0
-        descriptors[at] = (entry.key, entry.sum, entry.version, block, entry.length, entry.flags, 0)
+        descriptors[at] = (entry.key, entry.parent, entry.sum, entry.version, block, entry.length, entry.flags, 0)
         flags = entry.flags & ~TOMBSTONE
         places.append(Place(file.number, file.generation, offset, entry.length, entry.sum, flags, drive))
         nbytes = padded(entry.length)

@@ -200,7 +200,7 @@ def places_of(file: DataFile, descriptors: NDArray[np.void], drive: int) -> list
     """(key, place) of descriptors, which are no tombstones."""
     return [
         (key, Place(file.number, file.generation, offset * BLOCK_BYTES, length, total, flags, drive))
-        for key, total, _, offset, length, flags, _ in descriptors.tolist()
+        for key, _, total, _, offset, length, flags, _ in descriptors.tolist()
     ]
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,20 @@ __all__ = ["Reclaimer", "read_block"]
 
 _KEYS_PER_TURN = 256
 """So many of a file's blocks are asked about before others have their turn on the event loop."""
+
+
+class _Chosen(NamedTuple):
+    """A hot block, as its descriptor says."""
+
+    key: bytes
+    parent: bytes
+    version: int
+    place: Place
+
+    def entry(self, data: NDArray[np.uint8], request: Request, at: int) -> Entry:
+        """The same block once more."""
+        place = self.place
+        return Entry(self.key, self.parent, place.sum, self.version, place.flags, place.length, (data,), request, at)
 
 
 async def read_block(engine: IoEngine, memory: AlignedMemory, file: DataFile, place: Place) -> NDArray[np.uint8]:
@@ -226,20 +240,17 @@ class Reclaimer:
             index = await read_index(self._engine, self._memory, file)
             if index is None:
                 return
-            found: list[tuple[bytes, int, Place, NDArray[np.uint8]]] = []
-            for key, version, place in await self._choose(file, index.descriptors):
+            found: list[tuple[_Chosen, NDArray[np.uint8]]] = []
+            for hot in await self._choose(file, index.descriptors):
                 try:
-                    found.append((key, version, place, await read_block(self._engine, self._memory, file, place)))
+                    found.append((hot, await read_block(self._engine, self._memory, file, hot.place)))
                 except TierError:
                     continue
-            found = [each for each in found if each[0] not in self.changed and not self._is_busy(each[0])]
+            found = [(hot, data) for hot, data in found if not (hot.key in self.changed or self._is_busy(hot.key))]
             if not found:
                 return
             request = Request(len(found))
-            kept = [
-                Entry(key, place.sum, version, place.flags, place.length, (data,), request, at)
-                for at, (key, version, place, data) in enumerate(found)
-            ]
+            kept = [hot.entry(data, request, at) for at, (hot, data) in enumerate(found)]
             self._log.offer(kept, is_urgent=True)
         except TierError:
             return  # the index cannot be read: nothing of it is kept
@@ -249,16 +260,16 @@ class Reclaimer:
             places = await self._log.wait(request)
         except TierError:
             return
-        for (key, _, old, _), new in zip(found, places, strict=True):
-            self._hooks.moved(key, old, new)
+        for (hot, _), new in zip(found, places, strict=True):
+            self._hooks.moved(hot.key, hot.place, new)
         self._log.stats.blocks_readmitted += len(kept)
         self._log.stats.readmitted_bytes += sum(entry.length for entry in kept)
 
-    async def _choose(self, file: DataFile, descriptors: NDArray[np.void]) -> list[tuple[bytes, int, Place]]:
+    async def _choose(self, file: DataFile, descriptors: NDArray[np.void]) -> list[_Chosen]:
         """Hot blocks, newest first, as many as the share allows."""
         room = self._log.reserve_bytes
         seen: set[bytes] = set()
-        chosen: list[tuple[bytes, int, Place]] = []
+        chosen: list[_Chosen] = []
         nbytes = 0
         for start in range(len(descriptors), 0, -_KEYS_PER_TURN):
             part = descriptors[max(0, start - _KEYS_PER_TURN) : start][::-1]
@@ -277,7 +288,7 @@ class Reclaimer:
                 if self._needs(more, len(chosen) + 1) > room:
                     return chosen
                 nbytes = more
-                chosen.append((key, int(row["version"]), place))
+                chosen.append(_Chosen(key, bytes(row["parent"]), int(row["version"]), place))
             await asyncio.sleep(0)
         return chosen
 

@@ -71,9 +71,10 @@ class RecoveredBlocks:
         drive = self._drive
         for start in range(0, len(self._rows), 4096):
             rows, files = self._rows[start : start + 4096].tolist(), self._files[start : start + 4096].tolist()
-            for (key, total, version, offset, length, flags, _), (file, generation) in zip(rows, files, strict=True):
+            for row, (file, generation) in zip(rows, files, strict=True):
+                key, parent, total, version, offset, length, flags, _ = row
                 place = Place(file, generation, offset * BLOCK_BYTES, length, total, flags, drive)
-                yield Recovered(bytes(key), version, place)
+                yield Recovered(bytes(key), version, place, bytes(parent))
 
 
 def _newest(rows: NDArray[np.void]) -> NDArray[np.intp]:
@@ -309,7 +310,7 @@ async def _check(
     piece = await read_piece(engine, memory, file, start, nbytes)
     is_good = np.ones(len(rows), np.bool_)
     damaged = []
-    for at, (_, total, _, block, length, flags, _) in enumerate(rows.tolist()):
+    for at, (_, _, total, _, block, length, flags, _) in enumerate(rows.tolist()):
         if flags & TOMBSTONE:
             continue
         begin = block * BLOCK_BYTES - start

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from ..base import BlockDamaged, BlockGone, NoSpace, SetupFailed, TierError, ValueTooLarge
 from ..copy import sum_bytes
-from ..datafile_format import BLOCK_BYTES, FLAGS_MAX, KEY_BYTES, NUMBER_MAX, TOMBSTONE, index_bytes, padded
+from ..datafile_format import BLOCK_BYTES, FLAGS_MAX, KEY_BYTES, NO_PARENT, NUMBER_MAX, TOMBSTONE, index_bytes, padded
 from ..io import EngineClosed, IoEngine, IoFailed, OpKind
 from .batches import Entry, Request
 from .files import DataFile, FileState, is_whole, read_piece, transfer
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from typing_extensions import Buffer
+
+    _Parts = tuple[bytes, bytes, int, int, int, int, tuple[NDArray[np.uint8], ...]]
 
 __all__ = ["FILES_MIN", "Datafiles"]
 
@@ -196,12 +198,12 @@ class Datafiles:
     async def forget(self, keys: Iterable[bytes]) -> None:
         """Have none of these keys come back at a later `open`; returns when that is as durable as a write is.
 
-        For deletes: what is only pushed out by newer blocks needs none of it. Costs 48 bytes of disk a key. Raises as
+        For deletes: what is only pushed out by newer blocks needs none of it. Costs 64 bytes of disk a key. Raises as
         `write`; then the keys may come back.
         """
-        await self._put([(_key(key), 0, 0, TOMBSTONE, 0, ()) for key in keys])
+        await self._put([(_key(key), NO_PARENT, 0, 0, TOMBSTONE, 0, ()) for key in keys])
 
-    async def _put(self, parts: list[tuple[bytes, int, int, int, int, tuple[NDArray[np.uint8], ...]]]) -> list[Place]:
+    async def _put(self, parts: list[_Parts]) -> list[Place]:
         self._check_open()
         request = Request(len(parts))
         entries = [Entry(*part, request, at) for at, part in enumerate(parts)]
@@ -226,7 +228,7 @@ class Datafiles:
             self.stats.tombstones += not entry.length
         return places
 
-    def _entry_parts(self, block: Block) -> tuple[bytes, int, int, int, int, tuple[NDArray[np.uint8], ...]]:
+    def _entry_parts(self, block: Block) -> _Parts:
         buffers = tuple(map(flat_bytes, block.buffers))
         length = sum(data.nbytes for data in buffers)
         if not length:
@@ -237,7 +239,7 @@ class Datafiles:
             raise ValueTooLarge(
                 f"a block of {length} bytes fits no datafile: at most {self.block_bytes_max}; use larger datafiles"
             )
-        return _key(block.key), block.sum, block.version, block.flags, length, buffers
+        return _key(block.key), _key(block.parent), block.sum, block.version, block.flags, length, buffers
 
     async def read(self, place: Place, into: Buffer) -> None:
         """Put the block at `place` into the first `place.length` bytes of `into`, proved by its sum.

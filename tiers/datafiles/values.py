@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..datafile_format import NO_PARENT
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
@@ -40,7 +42,8 @@ class Block(NamedTuple):
     """A block to write. key: 16 bytes. sum: xxh3-64 over the payload, which is the buffers one after the other.
 
     buffers: C-contiguous, not empty, borrowed until the write returned or raised. Whole blocks of 4 KiB at such
-    addresses are written from where they are, others are copied. flags: below 2**31.
+    addresses are written from where they are, others are copied. flags: below 2**31. parent: 16 bytes, the key of the
+    block before it in its chain; zeros: it is a root.
     """
 
     key: bytes
@@ -48,14 +51,16 @@ class Block(NamedTuple):
     version: int
     buffers: Sequence[Buffer]
     flags: int = 0
+    parent: bytes = NO_PARENT
 
 
 class Recovered(NamedTuple):
-    """A block that was found when the store was opened."""
+    """A block that was found when the store was opened, as its last writer described it."""
 
     key: bytes
     version: int
     place: Place
+    parent: bytes = NO_PARENT
 
 
 class ProblemKind(enum.StrEnum):
