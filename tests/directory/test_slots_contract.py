@@ -239,7 +239,7 @@ def test_a_value_that_moves_is_the_same_block_in_another_place(side: Side) -> No
     table.move(0, 3, arena.write(value), 1)
     after = reader.lookup(key)[0][0]
     moved = ("region", "offset", "check", "version")
-    assert [name for name in SLOT_DTYPE.names or () if before[name] != after[name]] == list(moved)
+    assert [name for name in SLOT_DTYPE.names or () if before[name].tobytes() != after[name].tobytes()] == list(moved)
     found = reader.view(key)
     assert (found.status, found.generation, found.region) == (ReadStatus.HIT, int(before["generation"]), 3)
     assert arena.at(found.address, found.length) == value
