@@ -33,8 +33,10 @@ __all__ = ["TOKEN_VARIABLE", "load_config", "node_config", "token_from"]
 TOKEN_VARIABLE = "UCXKV_TOKEN"
 _FIELDS = {field.name for field in dataclasses.fields(NodeConfig)}
 _HUGE_PAGES = ("auto", "never", "require")
+_IO_ENGINES = ("auto", "io_uring", "threads")
 _DURABILITIES = ("memory", "process", "power")
 _HOST_BYTES_MIN = 1 << 20
+_DISK_BYTES_MIN = 8 << 20
 
 
 def load_config(path: str | os.PathLike[str]) -> NodeConfig:
@@ -66,11 +68,12 @@ def node_config(
         token = token_from(folder / str(token_file) if token_file else None, environ)
         if token:
             values["token"] = token
-    if isinstance(values.get("host_bytes"), str):
-        try:
-            values["host_bytes"] = parse_size(str(values["host_bytes"]))
-        except UsageError as exc:
-            raise SetupError(f"{origin['host_bytes']}: host_bytes: {exc}") from exc
+    for key in ("host_bytes", "disk_bytes"):
+        if isinstance(values.get(key), str):
+            try:
+                values[key] = parse_size(str(values[key]))
+            except UsageError as exc:
+                raise SetupError(f"{origin[key]}: {key}: {exc}") from exc
     if isinstance(values.get("numa"), str) and str(values["numa"]).isdecimal():
         values["numa"] = int(str(values["numa"]))
     try:
@@ -124,9 +127,15 @@ def _check(config: NodeConfig, origin: Mapping[str, str]) -> None:
         raise SetupError(
             f"{origin.get('durability', 'default')}: durability = 'power' needs a tier that keeps values without power",
             found="values in DRAM",
-            needed="the NVMe tier, which this version does not have",
+            needed="durable blocks on disk: this version keeps only class cache there",
             fix="durability = 'process': blocks survive the end of the node's process, not that of the machine",
         )
+    if config.io_engine not in _IO_ENGINES:
+        raise refuse("io_engine", config.io_engine, " | ".join(_IO_ENGINES))
+    if config.disk and config.disk_bytes < _DISK_BYTES_MIN:
+        raise refuse("disk_bytes", config.disk_bytes, "at least 8MiB")
+    if len({os.path.realpath(name) for name in config.disk if name}) != len(config.disk):
+        raise refuse("disk", config.disk, "folders, each named once")
     if (config.durability == "process") != bool(config.state_dir):
         needed = "a folder, as durability is not memory" if not config.state_dir else "durability = 'process' with it"
         raise refuse("state_dir", config.state_dir, needed)
@@ -140,7 +149,7 @@ def _check(config: NodeConfig, origin: Mapping[str, str]) -> None:
     ports = config.data_ports()
     if isinstance(config.numa, int) and config.numa < 0:
         raise refuse("numa", config.numa, "auto, off, or a NUMA node's number")
-    for key in ("grace_ms", "slots_count"):
+    for key in ("grace_ms", "slots_count", "disk_wait_ms"):
         if getattr(config, key) < 0:
             raise refuse(key, getattr(config, key), "0 or more")
     for key in ("put_deadline_ms", "lease_ms_max", "connections_max", "handshake_ms_max"):

@@ -43,6 +43,11 @@ def node(
     state_dir: Annotated[
         str | None, typer.Option("--state-dir", help="Folder for the journal; needed for --durability process.")
     ] = None,
+    disk: Annotated[
+        list[str] | None, typer.Option("--disk", help="Folder for blocks that leave memory; repeatable, one a drive.")
+    ] = None,
+    disk_bytes: Annotated[str | None, typer.Option("--disk-bytes", help="Bytes in each of them: 64GiB.")] = None,
+    io_engine: Annotated[str | None, typer.Option("--io-engine", help="auto, io_uring or threads.")] = None,
     join: Annotated[list[str] | None, typer.Option("--join", help="Address of a node to join; repeatable.")] = None,
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="Control plane: sqlite:///PATH or etcd://HOST:2379/NAME.")
@@ -90,6 +95,9 @@ def node(
         "slots_count": slots_count,
         "durability": durability,
         "state_dir": state_dir,
+        "disk": tuple(disk) if disk else None,
+        "disk_bytes": disk_bytes,
+        "io_engine": io_engine,
         "join": tuple(join) if join else None,
         "cluster": cluster,
         "cluster_lease_ms": cluster_lease_ms,

@@ -102,7 +102,7 @@ class NodeLink:
         match answer:
             case m.Granted() | m.PutDone():
                 self.putter.late(answer)
-            case m.Leased() if answer.lease:
+            case m.Leased() | m.Warmed() if answer.lease:
                 with contextlib.suppress(errors.UcxKvError):
                     self.tell(m.Release(lease=answer.lease))
 

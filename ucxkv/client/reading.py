@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucxkv import errors
+from ucxkv.client.cold import read_cold
 from ucxkv.client.results import ReadStatus
 
 if TYPE_CHECKING:
@@ -100,6 +101,9 @@ async def _read_at(router: Router, link: NodeLink, keys: bytes, pieces: Pieces, 
         status, lengths = await link.path.read(keys, pieces, deadline_ns)
         bad = status.any()  # HIT is 0
         unmapped = np.flatnonzero(status == _UNMAPPED) if bad else ()
+        if len(unmapped) and link.welcome.has_disk:
+            await read_cold(link, keys, pieces, status, lengths, deadline_ns)
+            unmapped = np.flatnonzero(status == _UNMAPPED)
         if len(unmapped):
             await router.learn_regions(link, deadline_ns)
             again = b"".join(keys[16 * i : 16 * i + 16] for i in unmapped)

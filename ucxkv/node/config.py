@@ -37,11 +37,21 @@ class NodeConfig:
     NUMA node has all of those; it does nothing on a machine with one NUMA node.
     """
     slots_count: int = 0
-    """Blocks the directory can hold; 0 = one for every 16 KiB of host_bytes, at least 65,536 (64 + 32 bytes each)."""
+    """Blocks the directory can hold; 0 = one for every 16 KiB of host_bytes, at least 65,536, and one for every 64 KiB
+    on disk (64 + 32 bytes each; 8 more with a disk tier)."""
     durability: Literal["memory", "process", "power"] = "memory"
     """memory | process | power: what blocks put with durable=True survive. memory: nothing, such puts are refused;
     process: the death of the node's process, by kill -9 too; power: not before the NVMe tier, since DRAM does not.
     """
+    disk: tuple[str, ...] = ()
+    """Folders, one a drive, for blocks that leave memory, striped over them; empty = such blocks are gone."""
+    disk_bytes: int = 64 * GIB
+    """Bytes in each of these folders; the oldest files are used again."""
+    disk_wait_ms: int = 2_000
+    """When memory is full of blocks that are not on disk yet, puts wait; but when the disk has written nothing for so
+    long, the oldest go without a copy."""
+    io_engine: Literal["auto", "io_uring", "threads"] = "auto"
+    """auto | io_uring | threads: how the folders are read and written. auto tries io_uring and says why not."""
     state_dir: str = ""
     """Folder for the journal and what else outlives the process; needed unless durability is memory."""
     join: tuple[str, ...] = ()
@@ -111,4 +121,5 @@ class NodeConfig:
 
     def slots(self) -> int:
         """Capacity of the slot table."""
-        return self.slots_count or max(65_536, self.host_bytes // (16 << 10))
+        on_disk = len(self.disk) * self.disk_bytes // (64 << 10)
+        return self.slots_count or max(65_536, self.host_bytes // (16 << 10)) + on_disk

@@ -24,6 +24,7 @@ from ucxkv.dial import failure_of, host_identity, mapped_error
 from ucxkv.directory import FOREVER
 from ucxkv.node.clustering import NO_NUMBERS, Clustering
 from ucxkv.node.config import NodeConfig
+from ucxkv.node.disk.tier import DiskTier
 from ucxkv.node.greeting import Greeter
 from ucxkv.node.keeping import Keeping
 from ucxkv.node.keeping import facts as keeping_facts
@@ -84,6 +85,8 @@ class Node:
         self._stopped = asyncio.Event()
         self.durable: Staging | None = None
         """The durable half of the store; None where nothing durable is kept."""
+        self.disk: DiskTier | None = None
+        """The tier behind memory; None without one."""
         self._keeping: Keeping | None = None
         self._local_name = f"ucxkv-{self.node_id:016x}"
 
@@ -126,6 +129,9 @@ class Node:
             recovery = await keeping.recover_shards(self.store)
         elif keeping is not None:
             self.durable = await keeping.recover(self.store)
+        if config.disk:
+            self.disk = await DiskTier.open(config, self.store)
+            self.disk.start()
         self._has_store = True
         self.store.serving.until(self.lease_end_ns)
         self.service = Service(config, self.store, self.placing)
@@ -202,6 +208,8 @@ class Node:
             await self.cluster.aclose()
         if self._keeping is not None:
             await self._keeping.aclose()
+        if self.disk is not None:
+            await self.disk.aclose()
         if hasattr(self, "store"):
             self.store.keep_books()
         if hasattr(self, "mirrors"):
@@ -359,6 +367,7 @@ class Node:
             shards=0 if shards is None else len(shards.shards),
             led=b"" if shards is None else shards.led,
             leaders=self._leaders(),
+            has_disk=self.disk is not None,
         )
 
     def _has_shards(self) -> bool:

@@ -15,6 +15,7 @@ import structlog
 from ucxkv import errors
 from ucxkv.dial import failure_of
 from ucxkv.directory import FOREVER
+from ucxkv.node.disk.serving import DiskRequests
 from ucxkv.node.peers import check_member
 from ucxkv.node.serving import LED
 from ucxkv.node.session import Session, SessionState
@@ -50,6 +51,7 @@ class Requests:
         self._store = node.store
         self._serving = node.store.serving
         self._service = node.service
+        self._disk = DiskRequests(node)
 
     @property
     def _durable(self) -> Staging | None:
@@ -129,8 +131,14 @@ class Requests:
             case m.OpenData():
                 self._later(message, session, self._open_data(session, request))
                 return None
+            case m.LeaseKeys() if self._disk.has_cold(request.keys):
+                self._later(message, session, self._disk.lease(session, request))
+                return None
             case m.LeaseKeys():
                 return self._store.lease(session.id, request, now_ns)
+            case m.Warm():
+                self._later(message, session, self._disk.warm(session, request))
+                return None
             case m.Renew():
                 return self._store.renew(session.id, request, now_ns)
             case m.Release():
@@ -237,7 +245,7 @@ class Requests:
         return answer
 
     def _put(self, session: Session, request: m.Put, message: ControlMessage) -> Message | None:
-        if self._durable is not None and self._durable.waits(session, request):
+        if self._durable is not None and (self._durable.waits(session, request) or self._disk.cold_above(request)):
             self._later(message, session, self._in_turn(session, request))
         elif request.durable:
             self._later(message, session, self._put_durably(session, self._staged(session, request), request))
@@ -292,6 +300,9 @@ class Requests:
             if before is not None:
                 await before
             await self._durable.until_free(request)
+            if self._disk.cold_above(request):
+                await self._disk.ready_for(request)
+                await self._durable.until_free(request)
             if session.id not in self._node.sessions:  # its end has dealt with its extents
                 raise _ended()
             self._still_led(session, request)
@@ -306,7 +317,21 @@ class Requests:
                 session.puts_waiting = None
         return await self._put_durably(session, staged, request)
 
+    async def _delete_on_disk(self, session: Session, request: m.Delete) -> Message:
+        """A delete of blocks with copies: these must not come back at a later start."""
+        answer: Message
+        if self._durable is None:
+            answer = self._store.delete(request.keys, time.monotonic_ns())
+        else:
+            answer = await self._deleted(session, request, None)
+        assert isinstance(answer, m.Statuses)
+        await self._disk.forgotten(request, answer)
+        return self._acknowledged(answer)
+
     def _delete(self, session: Session, request: m.Delete, message: ControlMessage) -> Message | None:
+        if self._disk.has_copies(request.keys):
+            self._later(message, session, self._delete_on_disk(session, request))
+            return None
         durable = self._durable
         if durable is None:
             return self._store.delete(request.keys, time.monotonic_ns())

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["LED", "ServingLease"]
 
 LED = frozenset(
-    (m.Put, m.PutPart, m.Grant, m.LeaseKeys, m.Renew, m.Touch, m.Delete, m.Damaged, m.ListKeys)
+    (m.Put, m.PutPart, m.Grant, m.LeaseKeys, m.Warm, m.Renew, m.Touch, m.Delete, m.Damaged, m.ListKeys)
 )  # fmt: skip
 """Requests that only the leader of the shard may answer. What gives memory back, and what is about this node alone, is
 answered by any."""

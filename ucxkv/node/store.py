@@ -6,7 +6,8 @@ Every extent of the node's segment is at any moment in exactly one hand:
                           |                                   `-> leaving (hidden; leases and grace run) -> free
                           |-> quarantined (its writer vanished and may still write) -> free
                           |-> arrived (copied here by another node, `ucxkv.node.arrived`) -> its claimer's, or free
-                          `-> adopted (another node's shard has a block in it) -> free
+                          |-> adopted (another node's shard has a block in it) -> free
+                          `-> in hand (a copy is read into it from disk, `ucxkv.node.disk`) -> stored, or free
 
 and what a process of before this start may still write is held over, until there is none (`ucxkv.node.state`).
 
@@ -24,8 +25,10 @@ import numpy as np
 
 from ucxkv import errors
 from ucxkv.directory import Directory, PutStatus, SlotReader, SlotTable, events, table_bytes
+from ucxkv.directory.cold import DISK_REGION
 from ucxkv.directory.invariants import held_extents
 from ucxkv.node.adoption import Adoption
+from ucxkv.node.disk.numbers import NO_DISK
 from ucxkv.node.regions import RegionTable
 from ucxkv.node.serving import ServingLease
 from ucxkv.node.space import OWN_SEGMENT, Place, Space, u64, u64s
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from ucxkv.node.config import NodeConfig
+    from ucxkv.node.disk.tier import DiskTier
     from ucxkv.node.state import NodeMemory
     from ucxkv.tokens import Token
 
@@ -46,6 +50,8 @@ __all__ = ["HostStore"]
 
 R = TypeVar("R")
 _EVICT_ROUND_BYTES = 256 << 20
+_SLOTS_SHARE = 128
+"""Of a table that is full, so large a part is freed at once of blocks that are on disk only."""
 
 
 class HostStore:
@@ -88,7 +94,11 @@ class HostStore:
         self.table = SlotTable(self.table_segment.view, capacity, epoch=epoch, seed=secrets.randbits(64))
         self.space = Space(config, self.segment.size_bytes, self, None if memory is None else memory.ledger)
         self.slabs, self.grants = self.space.slabs, self.space.grants
-        self.directory = Directory(self.table, policy=LruPolicy, grace_ns=config.grace_ms * 1_000_000)
+        self.directory = Directory(
+            self.table, policy=LruPolicy, grace_ns=config.grace_ms * 1_000_000, has_disk=bool(config.disk)
+        )
+        self.disk: DiskTier | None = None
+        """The tier behind memory, while it is open."""
         self.serving = ServingLease(self.table, self.directory.reader)
         self._regions = RegionTable(node_id, epoch, self.segment.size_bytes)
         self.adoption = Adoption(self.space, self._regions)
@@ -103,6 +113,7 @@ class HostStore:
             "puts": 0,
             "evicted": 0,
             "evicted_bytes": 0,
+            "disk_reclaimed": 0,
             "damaged": 0,
             "grants": 0,
             "refused_without_lease": 0,
@@ -118,21 +129,42 @@ class HostStore:
         needed = min(nbytes - self.slabs.free_bytes - on_their_way, _EVICT_ROUND_BYTES)
         if needed <= 0:
             return 0
+        freed = 0
+        if self.disk is not None:
+            freed = self.handle(events.Evict(needed, is_hiding=False), now_ns).demoted
+            if freed >= needed or self.disk.is_working(now_ns):
+                return freed  # what is being written now is free soon, and nothing is lost
         regions = None if not self._regions.others else {OWN_SEGMENT}
-        gone = self.handle(events.Evict(needed, regions=regions), now_ns)
+        gone = self.handle(events.Evict(needed - freed, regions=regions), now_ns)
         if regions is not None and not gone.blocks:  # the old end is full of blocks that lie elsewhere
-            gone = self.handle(events.Evict(needed), now_ns)
+            gone = self.handle(events.Evict(needed - freed), now_ns)
         self.counts["evicted"] += gone.blocks
         self.counts["evicted_bytes"] += gone.bytes
-        return gone.bytes
+        return freed + gone.bytes + gone.demoted
 
     def make_slots(self, count: int, now_ns: int) -> None:
         """Hide leaves until so many blocks fit the table, as far as there are any: what is durable is worth more."""
         short = count - (self.table.capacity - self.table.used)
+        if short > 0 and self.disk is not None:
+            coldest = self.directory.cold.coldest(max(short, self.table.capacity // _SLOTS_SHARE))
+            if coldest:
+                keys = b"".join(map(self.directory.words.key, coldest))
+                self.counts["evicted"] += self.handle(events.Drop(keys), now_ns).blocks
+                short = count - (self.table.capacity - self.table.used)
         if short > 0:
             gone = self.handle(events.Evict(1 << 62, limit=short), now_ns)
             self.counts["evicted"] += gone.blocks
             self.counts["evicted_bytes"] += gone.bytes
+
+    def room_for(self, nbytes: int, now_ns: int) -> int:
+        """An extent for a value that comes back from disk, the caller's; -1: none now, but soon."""
+        offsets = self.slabs.allocate(max(1, nbytes), 1)
+        if not offsets:
+            self.evict(max(nbytes, self.space.free_target), now_ns)
+            offsets = self.slabs.allocate(max(1, nbytes), 1)
+        elif self.space.is_low:
+            self.evict(self.space.free_target, now_ns)
+        return offsets[0] if offsets else -1
 
     def leaving_bytes(self) -> int:
         """Bytes of hidden blocks that are not free yet."""
@@ -156,6 +188,9 @@ class HostStore:
         """Commit a batch; see messages.Put."""
         offsets = u64s(request.offsets)
         self.space.take(session, request.regions, offsets, request.lengths)
+        if self.disk is not None:
+            self.make_slots(len(offsets), now_ns)
+            self.disk.poke()
         reply = self.handle(
             events.Put(request.keys, request.parents, request.regions, request.offsets, request.lengths, request.sums),
             now_ns,
@@ -356,7 +391,14 @@ class HostStore:
         """Let the directory carry out one event, and its effects."""
         outcome = self.directory.handle(event, now_ns)
         for effect in outcome.effects:
-            self.adoption.free((region, offset) for region, offset, _ in effect.extents)
+            extents = effect.extents
+            if self.directory.cold.is_on:
+                copies = [offset for region, offset, _ in extents if region == DISK_REGION]
+                extents = [extent for extent in extents if extent[0] != DISK_REGION] if copies else extents
+                if self.disk is not None:
+                    for handle in copies:
+                        self.disk.freed(handle)
+            self.adoption.free((region, offset) for region, offset, _ in extents)
         due_ns = self.next_ns()
         if due_ns is not None:
             self._on_due(due_ns)
@@ -399,12 +441,15 @@ class HostStore:
             "durable_blocks": stats.durable_blocks,
             "durable_bytes": stats.durable_bytes,
             "staged": stats.staged,
-            "index_bytes": self.table_bytes + sum(a.nbytes for a in self.directory.arrays.values()),
+            "index_bytes": self.table_bytes
+            + sum(a.nbytes for a in (*self.directory.arrays.values(), *self.directory.cold.arrays.values())),
+            **(self.disk.numbers() if self.disk is not None else NO_DISK),
         }
 
     def facts(self) -> dict[str, str]:
         """What kind of memory this is."""
-        return {"pages": self.segment.page_kind, "table_pages": self.table_segment.page_kind, "policy": "lru"}
+        facts = {"pages": self.segment.page_kind, "table_pages": self.table_segment.page_kind, "policy": "lru"}
+        return facts | (self.disk.facts() if self.disk is not None else {})
 
     def place_of(self, key: bytes) -> Place | None:
         """Where the value of a block lies, when it is in this node's memory; asked of the table itself, so whether the
@@ -429,6 +474,8 @@ class HostStore:
         lent = self.grants.lent_bytes + self.grants.quarantined_bytes
         held += self._held_over_bytes + self.adoption.bytes_count + self.space.arrived.bytes_count
         held += sum(self.slabs.bytes_at(offset) for offset in self.held_elsewhere())
+        if self.disk is not None:
+            held += sum(self.slabs.bytes_at(offset) for offset in self.disk.promoter.in_hand)
         assert self.slabs.used_bytes == held + lent
 
     def keep_books(self) -> None:

@@ -151,6 +151,7 @@ class Welcome(Message, frozen=True):
     shards: UInt = 0  # of the cluster's directory; 0: there are none, and the node answers for everything
     led: bytes = b""  # bit s (little-endian) is set: the node leads shard s under `epoch`
     leaders: list[str] = []  # as in Members
+    has_disk: bool = False  # some of its blocks are on disk only, until they are asked for with Warm
 
 
 class Grant(Message, frozen=True):
@@ -251,6 +252,23 @@ class Leased(Message, frozen=True):
     """`lease` is 0 when nothing was granted; `status` is 0 (granted) or 1 (miss) a key."""
 
     CODE: ClassVar[int] = 18
+    lease: UInt
+    ttl_ms: UInt
+    status: bytes
+
+
+class Warm(Message, frozen=True):
+    """Bring those of these blocks that are on disk only into memory. ttl_ms: hold all of them in place, 0: do not."""
+
+    CODE: ClassVar[int] = 56
+    keys: bytes
+    ttl_ms: UInt = 0
+
+
+class Warmed(Message, frozen=True):
+    """One status a key: 0 in memory, 1 a miss, 2 later: no room now, ask again. lease: 0 when nothing is held."""
+
+    CODE: ClassVar[int] = 57
     lease: UInt
     ttl_ms: UInt
     status: bytes

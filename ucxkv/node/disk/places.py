@@ -1,0 +1,106 @@
+"""Which handle is which copy: the directory and the datafiles name the same copies, one by a number, one by a place.
+
+Invariants: a handle is in use from `add` until `free`, and names one copy all that time; a copy whose file was used
+again keeps its handle, marked as gone, until nobody names it any more. 64 bytes a handle; no Python object a copy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucxkv.ids import KEY_BYTES
+from ucxkv.tiers.datafiles import Place
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+__all__ = ["Places"]
+
+_DTYPE = np.dtype(
+    [
+        ("key", f"V{KEY_BYTES}"),
+        ("sum", "<u8"),
+        ("generation", "<u8"),
+        ("offset", "<u8"),
+        ("length", "<u4"),
+        ("flags", "<u4"),
+        ("file", "<u4"),
+        ("drive", "<u2"),
+        ("state", "<u1"),
+        ("unused", "V9"),
+    ]
+)
+assert _DTYPE.itemsize == 64
+_FREE, _THERE, _GONE = 0, 1, 2
+_BEGIN = 1024
+
+
+class Places:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._rows = np.zeros(_BEGIN, _DTYPE)
+        self._free = list(range(_BEGIN - 1, 0, -1))  # 0 is no handle
+
+    def __len__(self) -> int:
+        return len(self._rows) - 1 - len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the table."""
+        return self._rows.nbytes
+
+    def add(self, keys: Sequence[bytes], places: Sequence[Place]) -> npt.NDArray[np.uint32]:
+        """Handles of these copies, u32[n]."""
+        while len(self._free) < len(places):
+            n = len(self._rows)
+            self._rows = np.concatenate([self._rows, np.zeros(n, _DTYPE)])
+            self._free = list(range(2 * n - 1, n - 1, -1)) + self._free
+        handles = [self._free.pop() for _ in places]
+        for handle, key, place in zip(handles, keys, places, strict=True):
+            self._rows[handle] = (
+                key, place.sum, place.generation, place.offset, place.length, place.flags, place.file, place.drive,
+                _THERE, b"",
+            )  # fmt: skip
+        return np.array(handles, np.uint32)
+
+    def place(self, handle: int) -> Place | None:
+        """Where a copy is; None: its file was used again, or the handle is free."""
+        row = self._rows[handle]
+        if row["state"] != _THERE:
+            return None
+        return Place(*(int(row[name]) for name in ("file", "generation", "offset", "length", "sum", "flags", "drive")))
+
+    def key(self, handle: int) -> bytes:
+        """The key of the copy's block."""
+        return bytes(self._rows["key"][handle])
+
+    def move(self, handle: int, place: Place) -> None:
+        """The copy is at another place now."""
+        row = self._rows[handle]
+        for name in ("file", "generation", "offset", "drive"):
+            row[name] = getattr(place, name)
+
+    def of_file(self, drive: int, file: int, generation: int) -> npt.NDArray[np.uint32]:
+        """The copies in this life of this file, which is over: from now on they are gone."""
+        rows = self._rows
+        is_there = (rows["file"] == file) & (rows["drive"] == drive) & (rows["generation"] == generation)
+        handles = np.flatnonzero(is_there & (rows["state"] == _THERE)).astype(np.uint32)
+        rows["state"][handles] = _GONE
+        return handles
+
+    def keys(self, handles: npt.NDArray[np.uint32]) -> bytes:
+        """Of each of these, one after the other."""
+        return self._rows["key"][handles].tobytes()
+
+    def free(self, handle: int) -> bool:
+        """Nobody names this copy any more; whether it is on disk all the same."""
+        was = int(self._rows["state"][handle])
+        if was != _FREE:
+            self._rows["state"][handle] = _FREE
+            self._free.append(handle)
+        return was == _THERE

@@ -1,0 +1,152 @@
+"""Bringing blocks back: read from the datafiles into memory that is found for them, proved, and shown in place.
+
+Invariants
+- A block is brought back once at a time, however many ask for it; whoever asks while it is read waits for that.
+- Memory that a read may still write into is in this module's hands (`in_hand`) and in nobody else's.
+- A copy that is bad or gone is told to the directory: the block, and what is below it, is a miss from then on.
+- Bounded: `bytes_max` of one request; what does not fit, or finds no memory now, is LATER, and is asked for again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+import structlog
+
+from ucxkv.directory import tiering
+from ucxkv.tiers.base import BlockDamaged, BlockGone, TierError
+
+if TYPE_CHECKING:
+    from ucxkv.node.disk.places import Places
+    from ucxkv.node.store import HostStore
+    from ucxkv.tiers.datafiles import Place, StripedDatafiles
+
+__all__ = ["Promoter", "WarmStatus"]
+
+log = structlog.get_logger("ucxkv.node")
+
+
+class WarmStatus(IntEnum):
+    """What became of one key of a request, as the protocol's Warmed says it."""
+
+    WARM = 0  # its value is in memory
+    MISS = 1  # there is no such block, or its copy was bad
+    LATER = 2  # there was no room, or the disk was busy: ask again
+
+
+class Promoter:
+    """See the module. bytes_max: of values that one call brings back."""
+
+    def __init__(self, store: HostStore, datafiles: StripedDatafiles, places: Places, bytes_max: int) -> None:
+        self._store, self._datafiles, self._places = store, datafiles, places
+        self._bytes_max = bytes_max
+        self._coming: dict[bytes, asyncio.Future[None]] = {}
+        self.in_hand: set[int] = set()
+        """Offsets of extents that are being read into."""
+        self.counts = {"disk_reads": 0, "disk_read_failed": 0}
+
+    async def warm(self, keys: list[bytes]) -> bytes:
+        """Bring back those of these blocks that are cold: one WarmStatus a key."""
+        status = bytearray(len(keys))
+        cold = self._sort(keys, status)
+        if cold:
+            wanted = [key for key in dict.fromkeys(keys[at] for at in cold) if key not in self._coming]
+            waits = {id(one): one for at in cold if (one := self._coming.get(keys[at])) is not None}
+            if wanted:
+                await self._bring(wanted)
+            for one in waits.values():
+                await asyncio.shield(one)
+            for at in cold:
+                slot = int(self._store.directory.table.find(keys[at])[0])
+                is_cold = slot >= 0 and self._store.directory.cold.handle(slot) != 0
+                status[at] = WarmStatus.LATER if is_cold else WarmStatus.MISS if slot < 0 else WarmStatus.WARM
+        return bytes(status)
+
+    def _sort(self, keys: list[bytes], status: bytearray) -> list[int]:
+        """Fill in what is known at once; the indices of cold blocks."""
+        directory = self._store.directory
+        cold = []
+        for at, slot in enumerate(directory.table.find(b"".join(keys)).tolist()):
+            if slot < 0:
+                status[at] = WarmStatus.MISS
+            elif directory.cold.handle(slot):
+                cold.append(at)
+        return cold
+
+    async def _bring(self, keys: list[bytes]) -> None:
+        """Bring back these cold blocks, as many as there is room for."""
+        todo: list[tuple[bytes, int, Place, int]] = []
+        nbytes, now_ns = 0, time.monotonic_ns()
+        for key in keys:
+            directory = self._store.directory
+            slot = int(directory.table.find(key)[0])
+            handle = directory.cold.handle(slot) if slot >= 0 else 0
+            place = self._places.place(handle) if handle else None
+            if place is None:
+                continue
+            nbytes += place.length
+            if todo and nbytes > self._bytes_max:
+                break
+            offset = self._store.room_for(place.length, now_ns)
+            if offset < 0:
+                break
+            self.in_hand.add(offset)
+            todo.append((key, handle, place, offset))
+        if todo:
+            work = asyncio.ensure_future(self._read(todo))
+            self._coming.update((key, work) for key, *_ in todo)
+            work.add_done_callback(lambda _: self._arrived(keys))
+            await asyncio.shield(work)  # a cancelled request's read goes on: the disk has its memory
+
+    def _arrived(self, keys: list[bytes]) -> None:
+        for key in keys:
+            one = self._coming.get(key)
+            if one is not None and one.done():
+                del self._coming[key]
+
+    async def _read(self, todo: list[tuple[bytes, int, Place, int]]) -> None:
+        view = self._store.segment.view
+        places = [place for _, _, place, _ in todo]
+        capacity = self._store.slabs.bytes_at
+        targets = [view[offset : offset + capacity(offset)] for _, _, _, offset in todo]
+        try:
+            found = await asyncio.gather(*(self._read_one(*each) for each in zip(places, targets, strict=True)))
+        except BaseException:
+            self._give_back([offset for *_, offset in todo])
+            raise
+        good = [each for each, failed in zip(todo, found, strict=True) if failed is None]
+        self._bad([(key, handle, why) for (key, handle, *_), why in zip(todo, found, strict=True) if why is not None])
+        taken = b""
+        if good:
+            keys, handles, _, offsets = zip(*good, strict=True)
+            event = tiering.Warm(b"".join(keys), np.array(handles, np.uint32), np.array(offsets, np.uint64))
+            taken = self._store.handle(event, time.monotonic_ns()).taken.tobytes()
+            self.counts["disk_reads"] += len(good)
+        kept = {offset for (*_, offset), one in zip(good, taken, strict=True) if one}
+        self.in_hand -= kept
+        self._give_back([offset for *_, offset in todo if offset not in kept])
+
+    async def _read_one(self, place: Place, into: memoryview) -> TierError | None:
+        try:
+            await self._datafiles.read(place, into)
+        except TierError as exc:
+            return exc
+        return None
+
+    def _give_back(self, offsets: list[int]) -> None:
+        self.in_hand.difference_update(offsets)
+        self._store.slabs.free(offsets)
+
+    def _bad(self, failed: list[tuple[bytes, int, TierError]]) -> None:
+        """Copies that could not be read; one whose file was used again meanwhile is known to be gone already."""
+        lost = [(key, handle) for key, handle, why in failed if isinstance(why, BlockDamaged | BlockGone)]
+        for key, _, why in failed:
+            log.warning("disk.unreadable", key=key.hex(), why=str(why))
+        self.counts["disk_read_failed"] += len(failed)
+        if lost:
+            keys, handles = zip(*lost, strict=True)
+            self._store.handle(tiering.CopiesLost(b"".join(keys), np.array(handles, np.uint32)), time.monotonic_ns())

@@ -1,0 +1,106 @@
+"""What sessions ask of blocks on disk: to bring them into memory, alone or under a lease, and to delete them.
+
+A request that waited is answered only when its session is still there and the node's lease still runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from ucxkv import errors
+from ucxkv.ids import KEY_BYTES
+from ucxkv.node.disk.promoting import WarmStatus
+from ucxkv.protocol import messages as m
+
+if TYPE_CHECKING:
+    from ucxkv.node.node import Node
+    from ucxkv.node.session import Session
+
+__all__ = ["DiskRequests"]
+
+_ROOM_S = 1.0
+"""So long a request waits for the first of its blocks to find room in memory."""
+
+
+class DiskRequests:
+    """See the module. For nodes without a disk tier, too: then there is nothing to wait for."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._store = node.store
+
+    # ---- what there is to wait for
+
+    def has_cold(self, keys: bytes) -> bool:
+        """Whether one of these blocks is on disk only."""
+        disk = self._node.disk
+        return disk is not None and disk.has_cold(keys)
+
+    def has_copies(self, keys: bytes) -> bool:
+        """Whether one of these blocks is on disk, or on its way there."""
+        disk = self._node.disk
+        return disk is not None and disk.has_copies(keys)
+
+    def cold_above(self, request: m.Put | m.PutPart) -> list[bytes]:
+        """Blocks that a durable put makes durable with it, and whose values are on disk only."""
+        disk = self._node.disk
+        if disk is None or not isinstance(request, m.Put) or not request.durable:
+            return []
+        return disk.cold_above(request.keys, request.parents)
+
+    # ---- answers
+
+    async def warm(self, session: Session, request: m.Warm) -> m.Warmed:
+        """Bring blocks into memory, and hold them there if asked to."""
+        lease, ttl_ms = 0, 0
+        if request.ttl_ms:
+            leased = self._store.lease(session.id, m.LeaseKeys(request.keys, request.ttl_ms), time.monotonic_ns())
+            lease, ttl_ms = leased.lease, leased.ttl_ms
+        return m.Warmed(lease, ttl_ms, await self._warmed_under(session, lease, request.keys))
+
+    async def lease(self, session: Session, request: m.LeaseKeys) -> m.Leased:
+        """A lease keeps values in place for who reads them in memory: so they are brought there, under it."""
+        leased = self._store.lease(session.id, request, time.monotonic_ns())
+        status = await self._warmed_under(session, leased.lease, request.keys)
+        granted = bytes(was if now == WarmStatus.WARM else 1 for was, now in zip(leased.status, status, strict=True))
+        return m.Leased(leased.lease, leased.ttl_ms, granted)
+
+    async def _warmed_under(self, session: Session, lease: int, keys: bytes) -> bytes:
+        try:
+            status = await self.warmed(keys)
+            if session.id not in self._node.sessions:
+                raise errors.Unavailable("the connection has ended")
+            if not self._store.serving.is_running:
+                raise self._store.serving.refusal()
+        except BaseException:
+            self._store.release(session.id, lease, time.monotonic_ns())
+            raise
+        return status
+
+    async def warmed(self, keys: bytes) -> bytes:
+        """Bring blocks into memory: one WarmStatus a key. Waits a little for room, so that an answer has something."""
+        disk = self._node.disk
+        if disk is None:
+            slots = self._store.directory.table.find(keys).tolist()
+            return bytes(WarmStatus.MISS if slot < 0 else WarmStatus.WARM for slot in slots)
+        names = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+        until = time.monotonic() + _ROOM_S
+        while True:
+            status = await disk.promoter.warm(names)
+            if WarmStatus.LATER not in status or WarmStatus.WARM in status or time.monotonic() > until:
+                return status
+            await asyncio.sleep(max(1, self._node.config.grace_ms) / 1e3)
+
+    async def ready_for(self, request: m.Put | m.PutPart) -> None:
+        """Return when a put's ancestors are where it needs them, or nothing of them can be brought there."""
+        while cold := self.cold_above(request):
+            if WarmStatus.WARM not in await self.warmed(b"".join(cold)):
+                return
+
+    async def forgotten(self, request: m.Delete, answer: m.Statuses) -> None:
+        """After a delete: return when none of the deleted comes back at a later start. Raises Unavailable."""
+        keys = [request.keys[KEY_BYTES * at : KEY_BYTES * (at + 1)] for at, st in enumerate(answer.status) if not st]
+        if self._node.disk is not None:
+            await self._node.disk.forget(keys)

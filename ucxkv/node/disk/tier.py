@@ -1,0 +1,331 @@
+"""The disk tier of one node: its folders, what was in them at the start, and the two ways between memory and disk.
+
+Promises
+- A block is read back with the bytes that were put, or it is a miss; a folder that fails takes no part of memory along.
+- Nothing here is waited for by a put that finds memory; one that finds none waits for the disk for `disk_wait_ms` at
+  most, then the oldest blocks go without a copy.
+- A deleted block does not come back: the answer to a delete waits until its tombstone is as safe as a copy is.
+- What was on disk at the end is there after the next start, kill -9 included, as far as its parents are; in a cluster
+  with shards it is not, since another node may have led its chains meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+import structlog
+
+from ucxkv import errors
+from ucxkv.directory import tiering
+from ucxkv.node.disk.demoting import Demoter
+from ucxkv.node.disk.places import Places
+from ucxkv.node.disk.promoting import Promoter
+from ucxkv.tiers.base import TierError
+from ucxkv.tiers.datafiles import Datafiles, Hooks, StripedDatafiles
+from ucxkv.tiers.engines import open_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ucxkv.node.config import NodeConfig
+    from ucxkv.node.store import HostStore
+    from ucxkv.tiers.datafiles import Place, Problem, Recovered, RecoveredBlocks
+    from ucxkv.tiers.engines import Probe
+    from ucxkv.tiers.io import IoEngine
+
+__all__ = ["DiskTier", "datafile_bytes"]
+
+_FLUSH_S = 10.0
+_WARM_SHARE = 8
+_WARM_BYTES_MAX = 64 << 20
+_ADOPT_AT_ONCE = 4096
+
+log = structlog.get_logger("ucxkv.node")
+
+
+def datafile_bytes(disk_bytes: int) -> int:
+    """How long each datafile of a folder is that may take so many bytes: 256 MiB, and at least eight of them."""
+    return max(1 << 20, min(256 << 20, disk_bytes // 8)) >> 12 << 12
+
+
+class DiskTier:
+    """See the module. Made by `open`; `start` when the node serves; `aclose` before its store is closed."""
+
+    def __init__(self, config: NodeConfig, store: HostStore) -> None:
+        self._config, self._store = config, store
+        self.places = Places()
+        self._engines: list[IoEngine] = []
+        self._stores: list[Datafiles] = []
+        self._probes: list[Probe] = []
+        self._patience_ns = config.disk_wait_ms * 1_000_000
+        self._tombs: list[bytes] = []
+        self._tomb_timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.recovered = self.unreachable = 0
+
+    @classmethod
+    async def open(cls, config: NodeConfig, store: HostStore) -> Self:
+        """Open the folders and take in what is there. Raises SetupFailed; then nothing is left open."""
+        tier = cls(config, store)
+        try:
+            await tier._open()
+        except BaseException:
+            await tier._close_stores()
+            raise
+        return tier
+
+    async def _open(self) -> None:
+        config = self._config
+        found: list[RecoveredBlocks] = []
+        for drive, name in enumerate(config.disk):
+            folder = Path(name)
+            await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+            engine = open_engine(config.io_engine, directory=folder, on_probe=self._probes.append)
+            self._engines.append(engine)
+            store, blocks, problems = await Datafiles.open(
+                folder,
+                engine,
+                file_bytes=datafile_bytes(config.disk_bytes),
+                files_max=max(3, config.disk_bytes // datafile_bytes(config.disk_bytes)),
+                hooks=Hooks(self._is_hot, self._moved, partial(self._dropped, drive)),
+                drive=drive,
+            )
+            self._stores.append(store)
+            found.append(blocks)
+            _report(name, problems, self._probes[-1])
+        self.datafiles = StripedDatafiles(self._stores)
+        self.promoter = Promoter(
+            self._store,
+            self.datafiles,
+            self.places,
+            min(_WARM_BYTES_MAX, max(1 << 20, config.host_bytes // _WARM_SHARE)),
+        )
+        self.demoter = Demoter(self._store, self.datafiles, self.places)
+        blocks_found = self.datafiles.adopt(found)
+        if config.cluster:
+            self.unreachable = sum(1 for _ in blocks_found)
+        else:
+            self._adopt(blocks_found)
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._store.disk = self
+        self.demoter.start()
+
+    # ---- what is there at the start
+
+    def _adopt(self, found: Iterable[Recovered]) -> None:
+        """Show what was recovered, parents before children; log order is that but for what was written again."""
+        began, left = time.monotonic(), list(found)
+        while left:
+            before = len(left)
+            rest: list[Recovered] = []
+            for at in range(0, before, _ADOPT_AT_ONCE):
+                rest += self._adopt_some(left[at : at + _ADOPT_AT_ONCE])
+            left = rest
+            if len(left) == before:
+                break
+        self.unreachable = len(left)
+        log.info(
+            "disk.recovered",
+            blocks=self.recovered,
+            unreachable=self.unreachable,
+            seconds=round(time.monotonic() - began, 3),
+        )
+
+    def _adopt_some(self, some: list[Recovered]) -> list[Recovered]:
+        """Those that were not taken in."""
+        handles = self.places.add([one.key for one in some], [one.place for one in some])
+        event = tiering.AdoptCold(
+            b"".join(one.key for one in some),
+            b"".join(one.parent for one in some),
+            handles,
+            np.array([one.place.length for one in some], np.uint32),
+            np.array([one.place.sum for one in some], np.uint64),
+        )
+        taken = self._store.handle(event, time.monotonic_ns()).taken
+        for handle in handles[taken == 0].tolist():
+            self.places.free(handle)
+        self.recovered += int(taken.sum())
+        return [one for one, is_in in zip(some, taken.tolist(), strict=True) if not is_in]
+
+    # ---- what the datafiles ask and tell
+
+    def _copy_at(self, key: bytes, place: Place) -> tuple[int, int]:
+        """(slot, handle) of the visible block whose copy is there; (-1, 0): of none."""
+        directory = self._store.directory
+        slot = int(directory.table.find(key)[0])
+        if slot < 0:
+            return -1, 0
+        handle = directory.cold.handle(slot) or directory.cold.copy[slot]
+        return (slot, handle) if handle and self.places.place(handle) == place else (-1, 0)
+
+    def _is_hot(self, key: bytes, place: Place) -> bool:
+        """Whether chains go on below a block: without it all of them would be lost, and it is what they share."""
+        slot, _ = self._copy_at(key, place)
+        return slot >= 0 and self._store.directory.children(slot) > 0
+
+    def _moved(self, key: bytes, old: Place, new: Place) -> None:
+        slot, handle = self._copy_at(key, old)
+        if slot >= 0:
+            self.places.move(handle, new)
+
+    def _dropped(self, drive: int, file: int, generation: int) -> None:
+        handles = self.places.of_file(drive, file, generation)
+        if len(handles):
+            event = tiering.CopiesLost(self.places.keys(handles), handles)
+            gone = self._store.handle(event, time.monotonic_ns())
+            self._store.counts["disk_reclaimed"] += gone.blocks
+            self.poke()
+
+    # ---- what the store asks and tells
+
+    def poke(self) -> None:
+        """There are new blocks."""
+        self.demoter.poke()
+
+    def is_working(self, now_ns: int) -> bool:
+        """Whether memory may soon be had from blocks that are being written."""
+        return self.demoter.is_working(now_ns, self._patience_ns)
+
+    def freed(self, handle: int) -> None:
+        """Nobody names this copy any more: see to it that it does not come back."""
+        if self.places.place(handle) is not None:
+            self._tombs.append(self.places.key(handle))
+            if self._tomb_timer is None:
+                self._tomb_timer = asyncio.get_running_loop().call_later(0.05, self._bury)
+        self.places.free(handle)
+
+    def _bury(self) -> None:
+        self._tomb_timer = None
+        table, cold = self._store.directory.table, self._store.directory.cold
+        keys, self._tombs = list(dict.fromkeys(self._tombs)), []
+        slots = table.find(b"".join(keys)).tolist()
+        dead = [
+            key
+            for key, slot in zip(keys, slots, strict=True)
+            if slot < 0 or not (cold.handle(slot) or cold.copy[slot] or self.demoter.is_writing([key]))
+        ]
+        if dead:
+            task = asyncio.create_task(self._buried(dead))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _buried(self, keys: list[bytes]) -> None:
+        try:
+            await self.datafiles.forget(keys)
+        except TierError as exc:
+            log.debug("disk.not_forgotten", blocks=len(keys), why=str(exc))
+
+    # ---- what sessions ask
+
+    def has_cold(self, keys: bytes) -> bool:
+        """Whether one of these blocks is on disk only."""
+        cold = self._store.directory.cold
+        return cold.blocks > 0 and any(
+            slot >= 0 and cold.handle(slot) for slot in self._store.directory.table.find(keys).tolist()
+        )
+
+    def cold_above(self, keys: bytes, parents: bytes) -> list[bytes]:
+        """The cold ones of these blocks and of all above them, which a durable put needs in memory."""
+        directory = self._store.directory
+        if not directory.cold.blocks:
+            return []
+        found: dict[int, None] = {}
+        seen: set[int] = set()
+        for slot in directory.table.find(keys + parents).tolist():
+            while 0 <= slot < directory.table.capacity and slot not in seen:
+                if directory.durable.is_durable(slot):
+                    break
+                seen.add(slot)
+                if directory.cold.handle(slot):
+                    found[slot] = None
+                slot = directory.parent[slot]
+        return [directory.words.key(slot) for slot in reversed(found)]
+
+    def has_copies(self, keys: bytes) -> bool:
+        """Whether one of these blocks is on disk, or on its way there."""
+        directory = self._store.directory
+        for slot in directory.table.find(keys).tolist():
+            if slot >= 0 and (directory.cold.handle(slot) or directory.cold.copy[slot]):
+                return True
+        return self.demoter.is_writing([keys[at : at + 16] for at in range(0, len(keys), 16)])
+
+    async def forget(self, keys: list[bytes]) -> None:
+        """After a delete: return when none of these comes back. Raises Unavailable when that cannot be had."""
+        if not keys:
+            return
+        try:
+            await self.demoter.forget(keys)
+        except TierError as exc:
+            raise errors.Unavailable(
+                f"the blocks are deleted here, but their copies on disk could not be marked so: {exc}; after a restart "
+                "of the node they may be back, delete them again then"
+            ) from exc
+
+    # ---- reports, the end
+
+    def numbers(self) -> dict[str, float]:
+        """For the report and the metrics."""
+        stats, cold = self.datafiles.stats, self._store.directory.cold
+        return {
+            "disk_blocks": cold.blocks,
+            "disk_block_bytes": cold.bytes,
+            "disk_copies": len(self.places),
+            "disk_pending": self.demoter.pending,
+            "disk_demoted": cold.demoted,
+            "disk_promoted": cold.promoted,
+            "disk_failed": float(bool(self.demoter.failure)),
+            "disk_payload_bytes": sum(one.payload_bytes for one in stats),
+            "disk_written_bytes": sum(one.written_bytes for one in stats),
+            "disk_read_bytes": sum(one.read_bytes for one in stats),
+            "disk_damaged": sum(one.blocks_damaged for one in stats),
+            "disk_files": sum(one.files for one in stats),
+            "disk_files_reclaimed": sum(one.files_reclaimed for one in stats),
+            **self.promoter.counts,
+            **self.demoter.counts,
+        }
+
+    def facts(self) -> dict[str, str]:
+        """What kind of disk tier this is."""
+        engine = self._probes[-1]
+        text = f"{', '.join(self._config.disk)} ({engine.name}{': ' + engine.why if engine.why else ''})"
+        warnings = [one.warning for one in self.datafiles.stats if one.warning]
+        failed = [f"failed: {self.demoter.failure}"] if self.demoter.failure else []
+        return {"disk": "; ".join([text, *warnings, *failed])}
+
+    async def aclose(self) -> None:
+        """Write what is not written yet, for some seconds at most, and close. Idempotent."""
+        if self._store.disk is self:
+            left = await self.demoter.flush(_FLUSH_S)
+            if left:
+                log.warning("disk.unwritten", blocks=left, why=self.demoter.failure or "the disk is too slow")
+            self._store.disk = None
+        if self._tomb_timer is not None:
+            self._tomb_timer.cancel()
+            self._bury()
+            self._tomb_timer = None
+        if hasattr(self, "demoter"):
+            await asyncio.gather(*self._tasks)
+            await self.demoter.aclose()
+        await self._close_stores()
+
+    async def _close_stores(self) -> None:
+        for store in self._stores:
+            await store.aclose()
+        for engine in self._engines:
+            await engine.aclose()
+        self._stores, self._engines = [], []
+
+
+def _report(folder: str, problems: list[Problem], probe: Probe) -> None:
+    """Say once what an operator should know."""
+    if probe.why:
+        log.info("disk.engine", folder=folder, engine=probe.name, why=probe.why)
+    for problem in problems:
+        log.warning("disk.found", folder=folder, kind=problem.kind.value, name=problem.name, what=problem.text)
