@@ -109,7 +109,7 @@ class IoEngine(Protocol):
         ...
 
     def unregister(self, address: int) -> None:
-        """Take back a `register` of this address that gave True. Raises EngineBusy while transfers use the memory."""
+        """Take back a `register` of this address, whatever it gave. Raises EngineBusy while transfers use it."""
         ...
 
     def submit(self, ops: NDArray[np.void]) -> asyncio.Future[NDArray[np.int64]]:

@@ -175,6 +175,8 @@ class FaultyEngine:
         self.is_held: Callable[[Op], bool] = lambda op: False
         self.changed_memory: list[Op] = []
         self.ops_done: list[Op] = []
+        self.batches: list[list[int]] = []  # of each submit: the lengths of its operations
+        self.registered: dict[int, int] = {}
         self._files: dict[int, tuple[int, bool]] = {}
         self._fenced: set[int] = set()
         self._waiting: list[Op] = []
@@ -195,10 +197,11 @@ class FaultyEngine:
         del self._files[file]
 
     def register(self, address: int, nbytes: int) -> bool:
+        self.registered[address] = nbytes
         return False
 
     def unregister(self, address: int) -> None:
-        raise ValueError("nothing is registered")
+        del self.registered[address]
 
     def submit(self, ops: NDArray[np.void]) -> asyncio.Future[NDArray[np.int64]]:
         if self._is_closed:
@@ -220,6 +223,7 @@ class FaultyEngine:
                 if not future.done():
                     future.set_result(results)
 
+        self.batches.append(ops["length"].tolist())
         made = [self._make(row, lambda result, at=at: finish(at, result)) for at, row in enumerate(ops.tolist())]  # type: ignore[misc]
         self._landed[future] = landed
         landed.add_done_callback(lambda _: self._landed.pop(future, None))

@@ -19,6 +19,7 @@ class PlainEngine:
     max_inflight_bytes = 1 << 30
 
     def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
         self._files: dict[int, int] = {}
         self._running: dict[asyncio.Future[NDArray[np.int64]], asyncio.Future[NDArray[np.int64]]] = {}
 
@@ -33,10 +34,12 @@ class PlainEngine:
         del self._files[file]
 
     def register(self, address: int, nbytes: int) -> bool:
+        assert address not in self.registered
+        self.registered[address] = nbytes
         return False
 
     def unregister(self, address: int) -> None:
-        raise ValueError("nothing is registered")
+        del self.registered[address]
 
     def submit(self, ops: NDArray[np.void]) -> asyncio.Future[NDArray[np.int64]]:
         rows = [(*row[:3], self._files[row[3]], row[4]) for row in ops.tolist()]

@@ -15,12 +15,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.tiers.datafile_lives import block, block_of, data_of, fill, key_of, read_bytes
 from tests.tiers.plain_engine import PlainEngine
 from ucxkv.tiers.base import BlockGone, SetupFailed, WritesFailed
 from ucxkv.tiers.datafiles import Datafiles, Hooks, Place, ProblemKind
+from ucxkv.tiers.datafiles.memory import AlignedPiece
 from ucxkv.tiers.io import IoEngine
 
 FILE_BYTES = 1 << 20
@@ -48,7 +50,8 @@ async def _open(folder: Path, engine: IoEngine, **more: Any) -> Any:
 @pytest.mark.parametrize("durability", ["process", "power"])
 async def test_a_folder_is_filled_used_again_and_opened_again(tmp_path: Path, name: str, durability: str) -> None:
     """Goal: the store on a real file system. Method: blocks of many sizes, three times what fits, some kept hot, some
-    forgotten, concurrent readers; then a second opening has exactly the index, and every byte."""
+    forgotten, concurrent readers; then a second opening has exactly the index, and every byte, one by one and all at
+    once into memory that the engine was told of and into other."""
     engine = make_engine(name)
     index: dict[bytes, Place] = {}
     values: dict[bytes, bytes] = {}
@@ -86,11 +89,19 @@ async def test_a_folder_is_filled_used_again_and_opened_again(tmp_path: Path, na
     await asyncio.gather(*(write(range(at, 150, 3)) for at in range(3)))
     assert len(reads) > 20 and store.stats.files_reclaimed >= 3 and store.stats.blocks_readmitted > 0
     await store.aclose()
-    store, found, problems = await _open(tmp_path, engine, durability=durability)
+    segment = AlignedPiece(8 << 20)
+    store, found, problems = await _open(tmp_path, engine, durability=durability, register=[segment.view.data])
     assert {each.key: each.place for each in found} == index
     for key, place in index.items():
         assert await read_bytes(store, place) == values[key]
+    slots = [segment.view[at << 17 : (at + 1) << 17] for at in range(64)]
+    odd = [np.zeros(place.length + 1, np.uint8)[1:] for place in index.values()]
+    into = [each.data for each in [*slots, *odd[len(slots) :]][: len(index)]]
+    assert await store.read_many(list(index.values()), into) == [None] * len(index)
+    for key, place, buffer in zip(index, index.values(), into, strict=True):
+        assert bytes(buffer[: place.length]) == values[key]
     await store.aclose()
+    assert engine.register(segment.address, 8 << 20) in (True, False), "the store has taken it back"
     await engine.aclose()
 
 

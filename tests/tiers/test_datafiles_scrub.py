@@ -11,7 +11,7 @@ import pytest
 
 from tests.tiers.datafile_lives import block, block_of, data_of, fill, key_of, opened, read_bytes
 from tests.tiers.faulty_engine import FaultyDisk, FaultyEngine
-from ucxkv.tiers.base import WritesFailed
+from ucxkv.tiers.base import BlockDamaged, WritesFailed
 from ucxkv.tiers.datafile_format import padded
 from ucxkv.tiers.datafiles import Place, StripedDatafiles, scrub
 from ucxkv.tiers.io import OpKind
@@ -109,6 +109,17 @@ async def test_drives_share_the_keys_and_each_key_keeps_to_one() -> None:
             with striped.pinned(index[key_of(number)]):
                 await striped.read(index[key_of(number)], into)
             assert into == (b"newer" if number == 1 else data_of(number, 3000))
+        asked = [index[key_of(number)] for number in (9, 20, 1, 40, 59)]
+        into = [bytearray(place.length) for place in asked]
+        engines[asked[1].drive].fault = lambda op: errno.EIO if op.offset == asked[1].offset else None
+        outcomes = await striped.read_many(asked, into)
+        assert [type(each) for each in outcomes] == [type(None), BlockDamaged, *[type(None)] * 3]
+        read = [bytes(into[n]) for n in (0, 2, 3, 4)]
+        assert read == [data_of(9, 3000), b"newer", data_of(40, 3000), data_of(59, 3000)]
+        with pytest.raises(ValueError, match="buffers"):
+            await striped.read_many(asked, into[1:])
+        engines[asked[1].drive].fault = lambda op: None
+        assert striped.register(bytearray(8192)) is False
         engines[1].fault = lambda op: errno.EIO if op.kind == OpKind.WRITE else None
         results = await asyncio.gather(*(striped.write([block(n)]) for n in range(60, 90)), return_exceptions=True)
         for number, result in zip(range(60, 90), results, strict=True):

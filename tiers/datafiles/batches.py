@@ -11,16 +11,27 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..datafile_format import BLOCK_BYTES, DESCRIPTOR_DTYPE, TOMBSTONE, encode_batch, padded
-from ..io import OpKind
+from ..base import ValueTooLarge
+from ..copy import address_of
+from ..datafile_format import (
+    BLOCK_BYTES,
+    DESCRIPTOR_DTYPE,
+    FLAGS_MAX,
+    KEY_BYTES,
+    NO_PARENT,
+    TOMBSTONE,
+    encode_batch,
+    padded,
+)
+from ..io import OP_DTYPE, OpKind
 from .files import OP_BYTES_MAX, DataFile
-from .memory import AlignedMemory, AlignedPiece, address_of, is_aligned
-from .values import Place
+from .memory import AlignedMemory, AlignedPiece, flat_bytes
+from .values import Block, Place
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Batch", "Entry", "Operation", "Request", "build_batch", "cost"]
+__all__ = ["Batch", "Entry", "Operation", "Request", "build_batch", "cost", "entry_of_block", "entry_of_key"]
 
 Operation = tuple[int, int, int, int, OpKind]
 """address, offset, length, file, kind: a row of OP_DTYPE."""
@@ -43,7 +54,7 @@ class Request:
 
     def end_if_over(self) -> None:
         """Tell the waiter if there is something to tell."""
-        if self.done.done() or self.sent:
+        if self.sent or self.done.done():
             return
         if self.error is not None:
             self.done.set_exception(self.error)
@@ -54,7 +65,11 @@ class Request:
 
 @dataclass(slots=True)
 class Entry:
-    """One block or tombstone of a request, `at` its place in the request."""
+    """One block or tombstone of a request, `at` its place in the request.
+
+    nbytes: of the file, padding included. pieces: (address, bytes) of the buffers, which are kept here meanwhile.
+    is_aligned: O_DIRECT takes all of them as they are.
+    """
 
     key: bytes
     parent: bytes
@@ -62,7 +77,10 @@ class Entry:
     version: int
     flags: int
     length: int
-    buffers: tuple[NDArray[np.uint8], ...]
+    nbytes: int
+    buffers: Sequence[NDArray[np.uint8]]
+    pieces: Sequence[tuple[int, int]]
+    is_aligned: bool
     request: Request
     at: int
 
@@ -75,54 +93,87 @@ class Batch:
     entries: list[Entry]
     places: list[Place]
     memory: AlignedPiece
-    ops: list[Operation]
+    ops: NDArray[np.void]
     is_landed: bool = False
     error: BaseException | None = None
     future: asyncio.Future[NDArray[np.int64]] | None = None
 
 
+def entry_of_block(block: Block, request: Request, at: int, *, bytes_max: int) -> Entry:
+    """The entry of a block. Raises ValueError for one that cannot be, ValueTooLarge above bytes_max."""
+    key, total, version, given, flags, parent = block
+    if not 0 <= flags <= FLAGS_MAX:
+        raise ValueError(f"flags must be below 2**31, not {flags}")
+    buffers, pieces = [], []
+    length = bits = 0
+    for data in given:
+        flat = flat_bytes(data)
+        address, nbytes = address_of(flat), flat.nbytes
+        buffers.append(flat)
+        pieces.append((address, nbytes))
+        length += nbytes
+        bits |= address | nbytes
+    if not length:
+        raise ValueError("a block must have at least one byte")
+    if length > bytes_max:
+        raise ValueTooLarge(f"a block of {length} bytes fits no datafile: at most {bytes_max}; use larger datafiles")
+    is_aligned = not bits % BLOCK_BYTES
+    return Entry(
+        _key(key), _key(parent), total, version, flags, length, padded(length), buffers, pieces, is_aligned, request, at
+    )
+
+
+def entry_of_key(key: bytes, request: Request, at: int) -> Entry:
+    """The tombstone of a key. Raises ValueError."""
+    return Entry(_key(key), NO_PARENT, 0, 0, TOMBSTONE, 0, 0, (), (), True, request, at)
+
+
+def _key(key: bytes) -> bytes:
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
+    return key
+
+
 def build_batch(
-    file: DataFile, entries: Sequence[Entry], memory: AlignedMemory, *, sequence: int, run: int, drive: int
+    file: DataFile, entries: list[Entry], memory: AlignedMemory, *, sequence: int, run: int, drive: int
 ) -> tuple[Batch, NDArray[np.void], int, int]:
     """(batch for the end of `file`, its descriptors, its bytes, its sum). Changes nothing but `memory`."""
-    is_staged = [not _goes_as_it_is(entry, file.is_direct) for entry in entries]
-    staged_bytes = sum(padded(entry.length) for entry, copied in zip(entries, is_staged, strict=True) if copied)
-    piece = memory.take(BLOCK_BYTES + staged_bytes)
-    descriptors = np.zeros(len(entries), DESCRIPTOR_DTYPE)
+    is_copied = [len(each.pieces) > _BUFFERS_MAX or not (each.is_aligned or not file.is_direct) for each in entries]
+    copied_bytes = sum(each.nbytes for each, copied in zip(entries, is_copied, strict=True) if copied)
+    piece = memory.take(BLOCK_BYTES + copied_bytes)
+    rows = []
     places: list[Place] = []
-    ops: list[Operation] = [(piece.address, file.offset, BLOCK_BYTES, file.engine_file, OpKind.WRITE)]
+    ops: list[Operation] = []
+    _append(ops, piece.address, file.offset, BLOCK_BYTES, file.engine_file)
+    number, generation = file.number, file.generation
     offset, staging = file.offset + BLOCK_BYTES, BLOCK_BYTES
-    last: object = piece  # whose memory the last operation is of: one operation never spans two allocations
-    for at, (entry, copied) in enumerate(zip(entries, is_staged, strict=True)):
-        block = offset // BLOCK_BYTES if entry.length else 0
-        descriptors[at] = (entry.key, entry.parent, entry.sum, entry.version, block, entry.length, entry.flags, 0)
-        flags = entry.flags & ~TOMBSTONE
-        places.append(Place(file.number, file.generation, offset, entry.length, entry.sum, flags, drive))
-        nbytes = padded(entry.length)
+    for entry, copied in zip(entries, is_copied, strict=True):
+        length, flags = entry.length, entry.flags
+        block = offset // BLOCK_BYTES if length else 0
+        rows.append((entry.key, entry.parent, entry.sum, entry.version, block, length, flags, 0))
+        places.append(Place(number, generation, offset, length, entry.sum, flags & FLAGS_MAX, drive))
         if copied:
-            _copy(piece.view[staging : staging + nbytes], entry.buffers)
-            _append(ops, piece.address + staging, offset, nbytes, file.engine_file, is_more=last is piece)
-            last = piece
-            staging += nbytes
+            _copy(piece.view[staging : staging + entry.nbytes], entry.buffers)
+            _append(ops, piece.address + staging, offset, entry.nbytes, file.engine_file)
+            staging += entry.nbytes
         else:
             to = offset
-            for data in entry.buffers:
-                _append(ops, address_of(data), to, data.nbytes, file.engine_file, is_more=last is entry)
-                last = entry
-                to += data.nbytes
-        offset += nbytes
-    nbytes = offset - file.offset
+            for address, nbytes in entry.pieces:
+                _append(ops, address, to, nbytes, file.engine_file)
+                to += nbytes
+        offset += entry.nbytes
+    descriptors = np.array(rows, DESCRIPTOR_DTYPE)
     header, total = encode_batch(
         descriptors,
-        file=file.number,
-        generation=file.generation,
+        file=number,
+        generation=generation,
         sequence=sequence,
-        length=nbytes,
+        length=offset - file.offset,
         run=run,
         previous=file.last_sum,
     )
     piece.view[:BLOCK_BYTES] = np.frombuffer(header, np.uint8)
-    return Batch(file, list(entries), places, piece, ops), descriptors, nbytes, total
+    return Batch(file, entries, places, piece, np.array(ops, OP_DTYPE)), descriptors, offset - file.offset, total
 
 
 def cost(entry: Entry) -> int:
@@ -130,14 +181,7 @@ def cost(entry: Entry) -> int:
     return max(entry.length, 256)
 
 
-def _goes_as_it_is(entry: Entry, is_direct: bool) -> bool:
-    """Whether its buffers can be written from where they are."""
-    if len(entry.buffers) > _BUFFERS_MAX:
-        return False
-    return not is_direct or all(map(is_aligned, entry.buffers))
-
-
-def _copy(into: NDArray[np.uint8], buffers: tuple[NDArray[np.uint8], ...]) -> None:
+def _copy(into: NDArray[np.uint8], buffers: Sequence[NDArray[np.uint8]]) -> None:
     at = 0
     for data in buffers:
         into[at : at + data.nbytes] = data
@@ -145,11 +189,14 @@ def _copy(into: NDArray[np.uint8], buffers: tuple[NDArray[np.uint8], ...]) -> No
     into[at:] = 0
 
 
-def _append(ops: list[Operation], address: int, offset: int, nbytes: int, file: int, *, is_more: bool) -> None:
-    """One more write; it becomes part of the last one where that is of the same memory and both continue."""
-    last = ops[-1]
-    if is_more and (last[0] + last[2], last[1] + last[2]) == (address, offset) and last[2] + nbytes <= OP_BYTES_MAX:
-        ops[-1] = (last[0], last[1], last[2] + nbytes, file, OpKind.WRITE)
-        return
-    for at in range(0, nbytes, OP_BYTES_MAX):
-        ops.append((address + at, offset + at, min(OP_BYTES_MAX, nbytes - at), file, OpKind.WRITE))
+def _append(ops: list[Operation], address: int, offset: int, nbytes: int, file: int) -> None:
+    """One more write; it becomes part of the last one where it goes on behind that in memory and in the file.
+
+    So one write may span buffers of several blocks. All of them are kept until the whole batch has landed.
+    """
+    if ops:
+        before, at, length, _, _ = ops[-1]
+        if before + length == address and at + length == offset and length + nbytes <= OP_BYTES_MAX:
+            ops[-1] = (before, at, length + nbytes, file, OpKind.WRITE)
+            return
+    ops.append((address, offset, nbytes, file, OpKind.WRITE))

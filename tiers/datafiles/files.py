@@ -10,17 +10,19 @@ generations, and the order in which they are reclaimed."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..base import BlockGone
 from ..datafile_format import BLOCK_BYTES, decode_index, decode_index_head, index_bytes, padded
 from ..io import OP_DTYPE, IoEngine, IoFailed, OpKind
 from .memory import AlignedMemory, AlignedPiece
 from .values import Place
+from .waiting import to_the_end
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,6 +36,7 @@ __all__ = [
     "FileState",
     "file_name",
     "is_whole",
+    "moved_by",
     "places_of",
     "raise_if_short",
     "read_index",
@@ -79,9 +82,9 @@ class DataFile:
         """Of the file in its folder."""
         return file_name(self.number)
 
-    def has_room(self, nbytes: int, count: int, *, reserve: int = 0) -> bool:
-        """Whether a batch of so many bytes and descriptors fits ahead of the index, leaving `reserve`."""
-        return self.offset + nbytes + index_bytes(self.count + count) + reserve <= self.file_bytes
+    def room(self, *, reserve: int = 0) -> int:
+        """Bytes for the next batch and the index that it makes longer, leaving `reserve`."""
+        return self.file_bytes - self.offset - reserve
 
     def begin(self, generation: int, head_sum: int) -> None:
         """Its next life: nothing in it yet."""
@@ -97,14 +100,14 @@ class DataFile:
         self.offset += nbytes
         self.last_sum, self.last_sequence = total, sequence
 
-    def hold(self, place: Place) -> None:
-        """One more reader; BlockGone when the place is of another life, or of one that ends."""
-        if place.generation != self.generation or self.state in (FileState.FREE, FileState.RETIRING):
-            raise BlockGone(f"datafile {self.number} was given to other blocks since")
-        self.readers += 1
+    def has(self, generation: int) -> bool:
+        """Whether that life of it may be read: whoever does counts as a reader until `let_go`."""
+        return (
+            generation == self.generation and self.state is not FileState.FREE and self.state is not FileState.RETIRING
+        )
 
     def let_go(self) -> None:
-        """Undo `hold`."""
+        """One reader less."""
         self.readers -= 1
         if not self.readers and self.drained is not None:
             self.drained.set()
@@ -116,7 +119,7 @@ class DataFile:
 
 
 OP_BYTES_MAX = 1 << 30
-"""One operation moves no more: the kernel stops below 2 GiB."""
+"""One operation moves no more, and no block is longer: the kernel stops below 2 GiB."""
 
 
 def file_name(number: int) -> str:
@@ -124,21 +127,29 @@ def file_name(number: int) -> str:
     return f"data-{number:06d}"
 
 
-async def transfer(engine: IoEngine, what: str, ops: list[tuple[int, int, int, int, OpKind]]) -> None:
+async def moved_by(engine: IoEngine, ops: NDArray[np.void]) -> NDArray[np.int64]:
+    """Run a batch of operations; what each moved, or -errno, when the memory is free.
+
+    Raises EngineBusy, SyncFailed, EngineClosed as the engine does. A cancel is passed on once the memory is free.
+    """
+    future = engine.submit(ops)
+    try:
+        return await future
+    except asyncio.CancelledError:
+        with contextlib.suppress(asyncio.CancelledError):
+            await to_the_end(asyncio.ensure_future(engine.settle(future)))
+        if not future.cancelled():
+            future.exception()
+        raise
+
+
+async def transfer(engine: IoEngine, what: str, ops: Sequence[tuple[int, int, int, int, OpKind]]) -> None:
     """Run operations (address, offset, length, file, kind), all of them whole, and return when the memory is free.
 
-    Raises IoFailed for the first that is not; EngineBusy, SyncFailed, EngineClosed as the engine does. A cancel is
-    passed on once the memory is free.
+    Raises IoFailed for the first that is not; else as `moved_by`.
     """
     batch = np.array(ops, OP_DTYPE)
-    future = engine.submit(batch)
-    try:
-        moved = await future
-    except asyncio.CancelledError:
-        await _until_free(engine, future)
-        raise
-    if len(ops) > 1 or moved[0] != ops[0][2]:
-        raise_if_short(what, batch["length"], moved)
+    raise_if_short(what, batch["length"], await moved_by(engine, batch))
 
 
 def raise_if_short(what: str, asked: NDArray[np.uint32], moved: NDArray[np.int64]) -> None:
@@ -147,18 +158,6 @@ def raise_if_short(what: str, asked: NDArray[np.uint32], moved: NDArray[np.int64
     if len(short):
         result = int(moved[short[0]])
         raise IoFailed(what if result < 0 else f"{what} ended after {result} bytes", errno=-result if result < 0 else 5)
-
-
-async def _until_free(engine: IoEngine, future: asyncio.Future[NDArray[np.int64]]) -> None:
-    """Wait for the batch whatever is cancelled meanwhile: memory that the kernel uses is nobody's to give back."""
-    settling = asyncio.ensure_future(engine.settle(future))
-    while not settling.done():
-        try:
-            await asyncio.shield(settling)
-        except asyncio.CancelledError:
-            continue
-    if not future.cancelled():
-        future.exception()
 
 
 async def read_piece(engine: IoEngine, memory: AlignedMemory, file: DataFile, offset: int, nbytes: int) -> AlignedPiece:
@@ -206,4 +205,6 @@ def places_of(file: DataFile, descriptors: NDArray[np.void], drive: int) -> list
 
 def is_whole(file: DataFile, place: Place) -> bool:
     """Whether the place can lie in the file at all."""
-    return place.offset > BLOCK_BYTES and place.length > 0 and place.offset + padded(place.length) <= file.file_bytes
+    if not 0 < place.length <= OP_BYTES_MAX:
+        return False
+    return place.offset > BLOCK_BYTES and place.offset + padded(place.length) <= file.file_bytes

@@ -31,7 +31,6 @@ from ..datafile_format import (
     encode_file,
     encode_index,
     index_bytes,
-    padded,
 )
 from ..io import OP_DTYPE, EngineBusy, IoEngine, IoFailed, OpKind
 from .batches import Batch, Entry, Operation, Request, build_batch, cost
@@ -99,7 +98,7 @@ class Log:
             raise self.failure
         if self.no_space and not is_urgent:
             raise NoSpace(self.no_space)
-        nbytes = sum(cost(entry) for entry in entries)
+        nbytes = sum(map(cost, entries))
         if not is_urgent:
             if self.stats.queued_bytes and self.stats.queued_bytes + nbytes > self._queue_bytes_max:
                 raise TierBusy(f"{self.stats.queued_bytes} bytes wait for {self._path}: offer the block again later")
@@ -154,11 +153,11 @@ class Log:
         self._is_scheduled = False
         while self.failure is None:
             queue = self._urgent or self._queue
-            if not queue:
+            if not queue or len(self._flying) >= BATCHES_FLYING_MAX:
                 return
-            if self._flying and (len(self._flying) >= BATCHES_FLYING_MAX or not self._is_full(queue)):
+            entries, is_full = self._fitting(queue)
+            if self._flying and not is_full:
                 return
-            entries = self._fitting(queue)
             if entries:
                 if not self._send(queue, entries):
                     return
@@ -172,30 +171,26 @@ class Log:
                     self.refuse_waiting(NoSpace(self.no_space))
                 return
 
-    def _is_full(self, queue: Iterable[Entry]) -> bool:
-        nbytes = BLOCK_BYTES
-        for count, entry in enumerate(queue, 1):
-            nbytes += padded(entry.length)
-            if nbytes >= self._batch_bytes or count >= DESCRIPTORS_MAX:
-                return True
-        return False
-
-    def _fitting(self, queue: Iterable[Entry]) -> list[Entry]:
-        """The entries of the next batch; none when the open file has no room for the first one."""
+    def _fitting(self, queue: Iterable[Entry]) -> tuple[list[Entry], bool]:
+        """(the entries of the next batch, whether more of them would not go into it); none when the open file has no
+        room for the first one."""
         file = self.open_file
         if file is None:
-            return []
+            return [], True
         reserve = self.reserve_bytes if not self.free and queue is not self._urgent else 0
         found: list[Entry] = []
-        nbytes = BLOCK_BYTES
+        nbytes, room = BLOCK_BYTES, file.room(reserve=reserve)
+        ample = room - index_bytes(file.count + DESCRIPTORS_MAX)
         for entry in queue:
-            nbytes += padded(entry.length)
-            if found and (nbytes > self._batch_bytes or len(found) == DESCRIPTORS_MAX):
-                break
-            if not file.has_room(nbytes, len(found) + 1, reserve=reserve):
-                break
+            nbytes += entry.nbytes
+            count = len(found) + 1
+            has_room = nbytes <= ample or nbytes <= room - index_bytes(file.count + count)
+            if not has_room or (found and nbytes > self._batch_bytes):
+                return found, True
             found.append(entry)
-        return found
+            if nbytes >= self._batch_bytes or count == DESCRIPTORS_MAX:
+                return found, True
+        return found, False
 
     def _roll(self) -> bool:
         """Go on in a free file; False when the engine takes no more just now, or never."""
@@ -218,7 +213,7 @@ class Log:
         file.begin(generation, total)
         piece = self._memory.take(BLOCK_BYTES)
         piece.view[:BLOCK_BYTES] = np.frombuffer(head, np.uint8)
-        ops = [(piece.address, 0, BLOCK_BYTES, file.engine_file, OpKind.WRITE)]
+        ops = np.array([(piece.address, 0, BLOCK_BYTES, file.engine_file, OpKind.WRITE)], OP_DTYPE)
         if not self._fly(Batch(file, [], [], piece, ops)):
             file.state = FileState.FREE
             self.free.appendleft(file)
@@ -244,8 +239,8 @@ class Log:
         for entry in entries:
             queue.popleft()
             entry.request.sent += 1
-            if queue is self._queue:
-                self.stats.queued_bytes -= cost(entry)
+        if queue is self._queue:
+            self.stats.queued_bytes -= sum(map(cost, entries))
         file.add(descriptors, nbytes, total, sequence)
         self.sequence += 1
         self.stats.batches += 1
@@ -253,7 +248,7 @@ class Log:
 
     def _fly(self, batch: Batch) -> bool:
         try:
-            future = batch.future = self._engine.submit(np.array(batch.ops, OP_DTYPE))
+            future = batch.future = self._engine.submit(batch.ops)
         except EngineBusy:
             self._memory.give(batch.memory)
             if not self._flying:
@@ -266,13 +261,13 @@ class Log:
             return False
         batch.file.flying += 1
         self._flying.append(batch)
-        self.stats.written_bytes += sum(op[2] for op in batch.ops)
+        self.stats.written_bytes += int(batch.ops["length"].sum())
         future.add_done_callback(lambda done: self._landed(batch, done))
         return True
 
     def _landed(self, batch: Batch, done: asyncio.Future[NDArray[np.int64]]) -> None:
         try:
-            raise_if_short(f"writing {batch.file.name}", np.array([op[2] for op in batch.ops]), done.result())
+            raise_if_short(f"writing {batch.file.name}", batch.ops["length"], done.result())
         except (TierError, asyncio.CancelledError) as exc:
             batch.error = exc
             self.fail(exc)
@@ -319,7 +314,8 @@ class Log:
             request.places[entry.at] = place
             request.sent -= 1
             request.left -= 1
-            request.end_if_over()
+            if not request.sent:
+                request.end_if_over()
 
     def _end(self, batch: Batch) -> None:
         """The batch is not safe: its requests end with the failure."""

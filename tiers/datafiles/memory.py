@@ -1,6 +1,8 @@
 """Memory that O_DIRECT takes: page-aligned, and addresses of what callers bring.
 
-Pieces are kept for the next batch, up to `_KEPT_BYTES`; a piece is lent to one user at a time."""
+Pieces come from an arena that the engine was told of, as far as it goes, else each has memory of its own. A piece is
+lent to one user at a time; those that come back are kept for the next batch: the arena's always, of the others
+`_KEPT_BYTES`."""
 
 from __future__ import annotations
 
@@ -9,31 +11,42 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..copy import address_of
 from ..io import DIRECT_ALIGNMENT
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-__all__ = ["AlignedMemory", "AlignedPiece", "address_of", "flat_bytes", "is_aligned"]
+    from ..io import IoEngine
 
+__all__ = ["AlignedMemory", "AlignedPiece", "flat_bytes"]
+
+_ARENA_BYTES = 8 << 20
+"""As much as may be under way by default. It is pinned where the kernel allows, so it is taken at once."""
+_PIECE_BYTES_MAX = 2 << 20
+"""Of the arena: a full batch that was copied together."""
 _KEPT_BYTES = 16 << 20
 
 
 class AlignedPiece:
-    """Page-aligned bytes: `view` (u8), at `address`."""
+    """Page-aligned bytes: `view` (u8), at `address`. of_arena: it lies there."""
 
-    __slots__ = ("address", "view")
+    __slots__ = ("address", "of_arena", "view")
 
-    def __init__(self, nbytes: int) -> None:
-        self.view: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
-        self.address = self.view.ctypes.data
+    def __init__(self, nbytes: int, view: NDArray[np.uint8] | None = None) -> None:
+        self.of_arena = view is not None
+        self.view: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8) if view is None else view
+        self.address = address_of(self.view)
 
 
 class AlignedMemory:
-    """Lends pieces and keeps some of those that come back."""
+    """Lends pieces. engine: told of the arena, None for no arena."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: IoEngine | None = None) -> None:
+        self._engine = engine
+        self._arena: NDArray[np.uint8] | None = None
+        self._cut = 0  # bytes of the arena that were made pieces
         self._kept: dict[int, list[AlignedPiece]] = {}
         self._kept_bytes = 0
 
@@ -42,16 +55,31 @@ class AlignedMemory:
         size = max(DIRECT_ALIGNMENT, 1 << (nbytes - 1).bit_length())
         kept = self._kept.get(size)
         if kept:
-            self._kept_bytes -= size
-            return kept.pop()
+            piece = kept.pop()
+            self._kept_bytes -= 0 if piece.of_arena else size
+            return piece
+        if size <= _PIECE_BYTES_MAX and self._cut + size <= _ARENA_BYTES and self._engine is not None:
+            if self._arena is None:
+                self._arena = np.frombuffer(mmap.mmap(-1, _ARENA_BYTES), np.uint8)
+                self._engine.register(address_of(self._arena), _ARENA_BYTES)
+            self._cut += size
+            return AlignedPiece(size, self._arena[self._cut - size : self._cut])
         return AlignedPiece(size)
 
     def give(self, piece: AlignedPiece) -> None:
         """Take it back: nobody reads or writes it any more."""
         size = piece.view.nbytes
-        if self._kept_bytes + size <= _KEPT_BYTES:
-            self._kept.setdefault(size, []).append(piece)
+        if not piece.of_arena:
+            if self._kept_bytes + size > _KEPT_BYTES:
+                return
             self._kept_bytes += size
+        self._kept.setdefault(size, []).append(piece)
+
+    def unregister(self) -> None:
+        """Take back what the engine was told: no piece is lent, and none is taken any more."""
+        if self._engine is not None and self._arena is not None:
+            self._engine.unregister(address_of(self._arena))
+        self._engine = self._arena = None
 
 
 def flat_bytes(data: Buffer, *, writable: bool = False) -> NDArray[np.uint8]:
@@ -63,14 +91,3 @@ def flat_bytes(data: Buffer, *, writable: bool = False) -> NDArray[np.uint8]:
     if writable and view.readonly:
         raise ValueError("the buffer to read into is read-only")
     return np.frombuffer(view, np.uint8)
-
-
-def is_aligned(data: NDArray[np.uint8]) -> bool:
-    """Whether O_DIRECT takes it as it is."""
-    return data.nbytes % DIRECT_ALIGNMENT == 0 and address_of(data) % DIRECT_ALIGNMENT == 0
-
-
-def address_of(data: NDArray[np.uint8]) -> int:
-    """Where it begins; a quarter of the time of `data.ctypes.data`, and this is asked for every block."""
-    address: int = data.__array_interface__["data"][0]
-    return address

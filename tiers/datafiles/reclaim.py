@@ -12,26 +12,26 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ..base import BlockDamaged, TierError
-from ..copy import sum_bytes
-from ..datafile_format import BLOCK_BYTES, DESCRIPTORS_MAX, FREE, TOMBSTONE, encode_file, index_bytes, padded
+from ..base import TierError
+from ..datafile_format import BLOCK_BYTES, DESCRIPTORS_MAX, FLAGS_MAX, FREE, TOMBSTONE, encode_file, index_bytes, padded
 from ..io import IoEngine, OpKind
-from .batches import Entry, Request
-from .files import DataFile, FileState, file_name, places_of, read_index, read_piece, transfer
+from .batches import Request, entry_of_block
+from .files import OP_BYTES_MAX, DataFile, FileState, file_name, read_index, transfer
 from .folder import Folder, how_to_fix
 from .log import Log
-from .memory import AlignedMemory
-from .values import Hooks, Place
+from .memory import AlignedMemory, AlignedPiece
+from .reading import Fetch, fetch
+from .values import Block, Hooks, Place
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Reclaimer", "read_block"]
+__all__ = ["Reclaimer"]
 
 _KEYS_PER_TURN = 256
 """So many of a file's blocks are asked about before others have their turn on the event loop."""
@@ -45,26 +45,16 @@ class _Chosen(NamedTuple):
     version: int
     place: Place
 
-    def entry(self, data: NDArray[np.uint8], request: Request, at: int) -> Entry:
-        """The same block once more."""
-        place = self.place
-        return Entry(self.key, self.parent, place.sum, self.version, place.flags, place.length, (data,), request, at)
 
-
-async def read_block(engine: IoEngine, memory: AlignedMemory, file: DataFile, place: Place) -> NDArray[np.uint8]:
-    """A copy of a block's bytes, proved. Raises BlockDamaged, and as `transfer`."""
-    piece = await read_piece(engine, memory, file, place.offset, padded(place.length))
-    try:
-        data = piece.view[: place.length].copy()
-    finally:
-        memory.give(piece)
-    if sum_bytes(data.data) != place.sum:
-        raise BlockDamaged(f"{place.length} bytes at {place.offset} of {file.name} do not have the block's sum")
-    return data
+def _described(file: DataFile, descriptors: NDArray[np.void], drive: int) -> Iterator[tuple[_Chosen, bool]]:
+    """(block, whether it is one) of descriptors; what is none is a tombstone."""
+    for key, parent, total, version, offset, length, flags, _ in descriptors.tolist():
+        place = Place(file.number, file.generation, offset * BLOCK_BYTES, length, total, flags & FLAGS_MAX, drive)
+        yield _Chosen(bytes(key), bytes(parent), version, place), not flags & TOMBSTONE
 
 
 class Reclaimer:
-    """See the module. files: by number; changed here alone. is_busy: whether a key is being written or forgotten."""
+    """See the module. files: by number; changed here alone. busy_keys: that are being written or forgotten."""
 
     def __init__(
         self,
@@ -85,13 +75,13 @@ class Reclaimer:
         share: float,
         batch_bytes: int,
         space_wait_s: float,
-        is_busy: Callable[[bytes], bool],
+        busy_keys: Callable[[], set[bytes]],
     ) -> None:
         self._folder, self._engine, self._memory, self._log, self._files = folder, engine, memory, log, files
         self._hooks, self._store, self._drive, self._direct, self._is_synced = hooks, store, drive, direct, is_synced
         self._file_bytes, self.files_max, self._number = file_bytes, files_max, number
         self._share, self._batch_bytes, self._space_wait_s = share, batch_bytes, space_wait_s
-        self._is_busy = is_busy
+        self._busy_keys = busy_keys
         self._is_running = False
         self.is_stopped = True
         self.changed: set[bytes] | None = None
@@ -236,59 +226,79 @@ class Reclaimer:
     async def _readmit(self, file: DataFile) -> None:
         """Write the hot blocks of a file again. One that cannot be read is left out."""
         self.changed = set()
+        piece = None
         try:
             index = await read_index(self._engine, self._memory, file)
-            if index is None:
-                return
-            found: list[tuple[_Chosen, NDArray[np.uint8]]] = []
-            for hot in await self._choose(file, index.descriptors):
-                try:
-                    found.append((hot, await read_block(self._engine, self._memory, file, hot.place)))
-                except TierError:
-                    continue
-            found = [(hot, data) for hot, data in found if not (hot.key in self.changed or self._is_busy(hot.key))]
-            if not found:
-                return
-            request = Request(len(found))
-            kept = [hot.entry(data, request, at) for at, (hot, data) in enumerate(found)]
-            self._log.offer(kept, is_urgent=True)
+            chosen = await self._choose(file, index.descriptors) if index is not None else []
+            if chosen:
+                piece = self._memory.take(sum(padded(hot.place.length) for hot in chosen))
+                await self._write_again(await self._read(file, chosen, piece), piece)
         except TierError:
-            return  # the index cannot be read: nothing of it is kept
+            return  # the index cannot be read, or there is no room: what was not written again is dropped
         finally:
             self.changed = None
-        try:
-            places = await self._log.wait(request)
-        except TierError:
+            if piece is not None:
+                self._memory.give(piece)
+
+    async def _read(self, file: DataFile, chosen: list[_Chosen], piece: AlignedPiece) -> list[tuple[_Chosen, int]]:
+        """(block, where it is in the piece) of those that could be read."""
+        wanted, at = [], 0
+        for hot in chosen:
+            wanted.append(Fetch(file, hot.place, piece.address + at))
+            at += padded(hot.place.length)
+        outcomes = await fetch(self._engine, wanted)
+        offsets = [each.address - piece.address for each in wanted]
+        return [(hot, offset) for hot, offset, bad in zip(chosen, offsets, outcomes, strict=True) if bad is None]
+
+    async def _write_again(self, found: list[tuple[_Chosen, int]], piece: AlignedPiece) -> None:
+        """Offer what nobody wrote or forgot meanwhile, and tell the owner when it is safe."""
+        assert self.changed is not None
+        changed = self.changed | self._busy_keys()
+        kept = [(hot, offset) for hot, offset in found if hot.key not in changed]
+        if not kept:
             return
-        for (hot, _), new in zip(found, places, strict=True):
+        request = Request(len(kept))
+        blocks = [
+            Block(
+                hot.key,
+                hot.place.sum,
+                hot.version,
+                (piece.view[offset : offset + hot.place.length].data,),
+                hot.place.flags,
+                hot.parent,
+            )
+            for hot, offset in kept
+        ]
+        entries = [entry_of_block(block, request, at, bytes_max=OP_BYTES_MAX) for at, block in enumerate(blocks)]
+        self._log.offer(entries, is_urgent=True)
+        self.changed = None
+        places = await self._log.wait(request)
+        for (hot, _), new in zip(kept, places, strict=True):
             self._hooks.moved(hot.key, hot.place, new)
         self._log.stats.blocks_readmitted += len(kept)
-        self._log.stats.readmitted_bytes += sum(entry.length for entry in kept)
+        self._log.stats.readmitted_bytes += sum(entry.length for entry in entries)
 
     async def _choose(self, file: DataFile, descriptors: NDArray[np.void]) -> list[_Chosen]:
-        """Hot blocks, newest first, as many as the share allows."""
+        """Hot blocks, newest first, as many as the share allows; nothing is asked about a block that has no room."""
         room = self._log.reserve_bytes
         seen: set[bytes] = set()
         chosen: list[_Chosen] = []
         nbytes = 0
         for start in range(len(descriptors), 0, -_KEYS_PER_TURN):
             part = descriptors[max(0, start - _KEYS_PER_TURN) : start][::-1]
-            blocks = (part["flags"] & TOMBSTONE) == 0
-            for row, is_block in zip(part, blocks.tolist(), strict=True):
-                key = bytes(row["key"])
-                if key in seen:
+            for hot, is_block in _described(file, part, self._drive):
+                if hot.key in seen:
                     continue
-                seen.add(key)
+                seen.add(hot.key)
                 if not is_block:
                     continue
-                ((_, place),) = places_of(file, row.reshape(1), self._drive)
-                if not self._hooks.is_hot(key, place):
+                more = nbytes + padded(hot.place.length)
+                if self._needs(more, len(chosen) + 1) > room or not self._hooks.is_hot(hot.key, hot.place):
                     continue
-                more = nbytes + padded(place.length)
-                if self._needs(more, len(chosen) + 1) > room:
-                    return chosen
                 nbytes = more
-                chosen.append(_Chosen(key, bytes(row["parent"]), int(row["version"]), place))
+                chosen.append(hot)
+            if self._needs(nbytes + BLOCK_BYTES, len(chosen) + 1) > room:
+                return chosen
             await asyncio.sleep(0)
         return chosen
 

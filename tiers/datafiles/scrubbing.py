@@ -62,11 +62,17 @@ async def _scrub_file(
     damaged: list[tuple[bytes, Place]] = []
     error = ""
     try:
-        index = await read_index(store.engine, store.memory, file)
-        if index is None and file.generation == generation:
+        if not file.has(generation):
+            raise BlockGone("used again meanwhile")
+        file.readers += 1
+        try:
+            index = await read_index(store.engine, store.memory, file)
+        finally:
+            file.let_go()
+        if index is None:
             error = "its index is damaged"
-        rows = index.descriptors if index is not None and file.generation == generation else None
-        if rows is not None:
+        else:
+            rows = index.descriptors
             for key, place in places_of(file, rows[(rows["flags"] & TOMBSTONE) == 0], store.drive):
                 try:
                     await store.prove(place)

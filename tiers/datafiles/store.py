@@ -11,40 +11,35 @@ the store's alone."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..base import BlockDamaged, BlockGone, NoSpace, SetupFailed, TierError, ValueTooLarge
-from ..copy import sum_bytes
-from ..datafile_format import BLOCK_BYTES, FLAGS_MAX, KEY_BYTES, NO_PARENT, NUMBER_MAX, TOMBSTONE, index_bytes, padded
-from ..io import EngineClosed, IoEngine, IoFailed, OpKind
-from .batches import Entry, Request
-from .files import DataFile, FileState, is_whole, read_piece, transfer
+from ..base import NoSpace, SetupFailed, TierError
+from ..copy import address_of
+from ..datafile_format import BLOCK_BYTES, NUMBER_MAX, index_bytes
+from ..io import EngineClosed, IoEngine
+from .batches import Entry, Request, entry_of_block, entry_of_key
+from .files import OP_BYTES_MAX, FileState
 from .folder import Folder, RealFolder
 from .log import Log
-from .memory import AlignedMemory, address_of, flat_bytes
+from .memory import AlignedMemory, flat_bytes
+from .reading import Reader
 from .reclaim import Reclaimer
 from .recovery import RecoveredBlocks, Recovery, recover
 from .values import Block, Durability, Hooks, Place, Problem, ProblemKind, Stats
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-    from typing_extensions import Buffer
+    from contextlib import AbstractContextManager
 
-    _Parts = tuple[bytes, bytes, int, int, int, int, tuple[NDArray[np.uint8], ...]]
+    from typing_extensions import Buffer
 
 __all__ = ["FILES_MIN", "Datafiles"]
 
 FILES_MIN = 3
 """One is written, one is free, one holds what was there before."""
-
-_SUM_INLINE_BYTES = 1 << 20  # longer sums are made in another thread (0.03 ms a MiB)
 
 
 class Datafiles:
@@ -62,11 +57,13 @@ class Datafiles:
         recovery: Recovery,
         log: Log,
         reclaimer: Reclaimer,
-        busy: Counter[bytes],
+        puts: dict[Request, list[Entry]],
         drive: int,
     ) -> None:
         self._folder, self.engine, self.memory = folder, engine, memory
-        self._log, self._reclaimer, self._busy = log, reclaimer, busy
+        self._log, self._reclaimer, self._puts = log, reclaimer, puts
+        self._registered: dict[int, object] = {}
+        self._reader = Reader(engine, memory, recovery.files, log.stats)
         self.files = recovery.files
         self.store_id = recovery.store
         self.drive = drive
@@ -90,24 +87,26 @@ class Datafiles:
         space_wait_s: float = 30.0,
         drive: int = 0,
         run: int | None = None,
+        register: Sequence[Buffer] = (),
     ) -> tuple[Datafiles, RecoveredBlocks, list[Problem]]:
         """(the store, the blocks that are there in log order, what an operator should know).
 
         file_bytes: of new files, a multiple of 4 KiB. files_max: at least 3; more than the disk has room for is no
         error while 3 fit. readmit_share: of a file that may be spent on hot blocks of the one that is reclaimed.
-        queue_bytes_max: of blocks that wait. run: a number that no earlier opening had, random by default.
-        Raises SetupFailed (locked, no access, no room, another release's), ValueError.
+        queue_bytes_max: of blocks that wait. run: a number that no earlier opening had, random by default. register:
+        what `register` is called with. Raises SetupFailed (locked, no access, no room, another release's), ValueError.
         """
         _check_sizes(file_bytes, files_max, readmit_share, batch_bytes)
         is_synced = Durability(durability) is Durability.POWER
         place = RealFolder(folder) if isinstance(folder, Path) else folder
-        memory, stats = AlignedMemory(), Stats()
+        memory, stats = AlignedMemory(engine), Stats()
         place.lock()
         try:
             found = await recover(
                 place, engine, memory, new_store=os.urandom(16), direct=direct, drive=drive, is_synced=is_synced
             )
         except BaseException:
+            memory.unregister()
             place.release()
             raise
         log = Log(
@@ -124,7 +123,7 @@ class Datafiles:
             generation=found.next_generation,
             sequence=found.next_sequence,
         )
-        busy: Counter[bytes] = Counter()
+        puts: dict[Request, list[Entry]] = {}
         reclaimer = Reclaimer(
             place,
             engine,
@@ -142,11 +141,13 @@ class Datafiles:
             share=readmit_share,
             batch_bytes=batch_bytes,
             space_wait_s=space_wait_s,
-            is_busy=busy.__contains__,
+            busy_keys=lambda: {entry.key for entries in puts.values() for entry in entries},
         )
-        store = cls(place, engine, memory, found, log, reclaimer, busy, drive)
+        store = cls(place, engine, memory, found, log, reclaimer, puts, drive)
         try:
             await store._begin(found, direct)
+            for each in register:
+                store.register(each)
         except BaseException:
             await store.aclose()
             raise
@@ -184,7 +185,7 @@ class Datafiles:
     def block_bytes_max(self) -> int:
         """The longest block that any file takes."""
         smallest = min(file.file_bytes for file in self.files.values())
-        return smallest - 2 * BLOCK_BYTES - index_bytes(1)
+        return min(smallest - 2 * BLOCK_BYTES - index_bytes(1), OP_BYTES_MAX)
 
     async def write(self, blocks: Sequence[Block]) -> list[Place]:
         """Write blocks; their places, once they are as durable as the store promises.
@@ -193,7 +194,13 @@ class Datafiles:
         (too much waits; nothing was taken), NoSpace (readers hold every file), WritesFailed, ValueTooLarge,
         EngineClosed, ValueError. After an error some of the blocks may be there all the same.
         """
-        return await self._put([self._entry_parts(block) for block in blocks])
+        self._check_open()
+        request, most = Request(len(blocks)), self.block_bytes_max
+        entries = [entry_of_block(block, request, at, bytes_max=most) for at, block in enumerate(blocks)]
+        places = await self._put(request, entries)
+        self.stats.payload_bytes += sum(entry.length for entry in entries)
+        self.stats.blocks_written += len(entries)
+        return places
 
     async def forget(self, keys: Iterable[bytes]) -> None:
         """Have none of these keys come back at a later `open`; returns when that is as durable as a write is.
@@ -201,45 +208,24 @@ class Datafiles:
         For deletes: what is only pushed out by newer blocks needs none of it. Costs 64 bytes of disk a key. Raises as
         `write`; then the keys may come back.
         """
-        await self._put([(_key(key), NO_PARENT, 0, 0, TOMBSTONE, 0, ()) for key in keys])
-
-    async def _put(self, parts: list[_Parts]) -> list[Place]:
         self._check_open()
-        request = Request(len(parts))
-        entries = [Entry(*part, request, at) for at, part in enumerate(parts)]
+        keys = list(keys)
+        request = Request(len(keys))
+        await self._put(request, [entry_of_key(key, request, at) for at, key in enumerate(keys)])
+        self.stats.tombstones += len(keys)
+
+    async def _put(self, request: Request, entries: list[Entry]) -> list[Place]:
         if not entries:
             return []
         self._reclaimer.start()
         self._log.offer(entries)
-        keys = [entry.key for entry in entries]
         if self._reclaimer.changed is not None:
-            self._reclaimer.changed.update(keys)
-        self._busy.update(keys)
+            self._reclaimer.changed.update(entry.key for entry in entries)
+        self._puts[request] = entries
         try:
-            places = await self._log.wait(request)
+            return await self._log.wait(request)
         finally:
-            for key in keys:
-                self._busy[key] -= 1
-                if not self._busy[key]:
-                    del self._busy[key]
-        for entry in entries:
-            self.stats.payload_bytes += entry.length
-            self.stats.blocks_written += bool(entry.length)
-            self.stats.tombstones += not entry.length
-        return places
-
-    def _entry_parts(self, block: Block) -> _Parts:
-        buffers = tuple(map(flat_bytes, block.buffers))
-        length = sum(data.nbytes for data in buffers)
-        if not length:
-            raise ValueError("a block must have at least one byte")
-        if not 0 <= block.flags <= FLAGS_MAX:
-            raise ValueError(f"flags must be below 2**31, not {block.flags}")
-        if length > self.block_bytes_max:
-            raise ValueTooLarge(
-                f"a block of {length} bytes fits no datafile: at most {self.block_bytes_max}; use larger datafiles"
-            )
-        return _key(block.key), _key(block.parent), block.sum, block.version, block.flags, length, buffers
+            del self._puts[request]
 
     async def read(self, place: Place, into: Buffer) -> None:
         """Put the block at `place` into the first `place.length` bytes of `into`, proved by its sum.
@@ -249,69 +235,43 @@ class Datafiles:
         of the last 4 KiB is overwritten too), else they are copied. Raises BlockGone, BlockDamaged (a wrong sum, or
         the disk cannot read it), EngineBusy, EngineClosed, ValueError.
         """
-        target = flat_bytes(into, writable=True)
-        if target.nbytes < place.length:
-            raise ValueError(f"the block has {place.length} bytes, the buffer {target.nbytes}")
-        with self.pinned(place):
-            file = self.files[place.file]
-            nbytes = padded(place.length)
-            try:
-                address = address_of(target)
-                if target.nbytes >= nbytes and address % BLOCK_BYTES == 0:
-                    op = (address, place.offset, nbytes, file.engine_file, OpKind.READ)
-                    await transfer(self.engine, f"reading {file.name}", [op])
-                else:
-                    piece = await read_piece(self.engine, self.memory, file, place.offset, nbytes)
-                    target[: place.length] = piece.view[: place.length]
-                    self.memory.give(piece)
-            except IoFailed as exc:
-                self.stats.blocks_damaged += 1
-                raise BlockDamaged(f"block at {place.offset} of {file.name}: {exc}") from exc
-            await self._compare(file, place, target[: place.length])
-        self.stats.blocks_read += 1
-        self.stats.read_bytes += place.length
+        self._check_open()
+        await self._reader.read(place, into)
+
+    async def read_many(self, places: Sequence[Place], into: Sequence[Buffer]) -> list[TierError | None]:
+        """Read each place into its own buffer, in one batch of the engine (a further one after each 64 MiB).
+
+        None for a block that is there and proved, else what `read` would have raised; one's error does not keep others
+        back. Buffers: as in `read`, none overlapping another. Raises EngineClosed, ValueError.
+        """
+        self._check_open()
+        return await self._reader.read_many(places, into)
 
     async def prove(self, place: Place) -> None:
         """Read a block to compare it with its sum. Raises as `read`."""
-        with self.pinned(place):
-            file = self.files[place.file]
-            try:
-                piece = await read_piece(self.engine, self.memory, file, place.offset, padded(place.length))
-            except IoFailed as exc:
-                self.stats.blocks_damaged += 1
-                raise BlockDamaged(f"block at {place.offset} of {file.name}: {exc}") from exc
-            try:
-                await self._compare(file, place, piece.view[: place.length])
-            finally:
-                self.memory.give(piece)
+        self._check_open()
+        await self._reader.prove(place)
 
-    async def _compare(self, file: DataFile, place: Place, data: NDArray[np.uint8]) -> None:
-        is_long = place.length > _SUM_INLINE_BYTES
-        total = await asyncio.to_thread(sum_bytes, data.data) if is_long else sum_bytes(data.data)
-        if total != place.sum:
-            self.stats.blocks_damaged += 1
-            raise BlockDamaged(f"{place.length} bytes at {place.offset} of {file.name} do not have the block's sum")
-
-    @contextlib.contextmanager
-    def pinned(self, place: Place) -> Iterator[None]:
+    def pinned(self, place: Place) -> AbstractContextManager[None]:
         """Keep the place's file as it is meanwhile, for readers past this store. Writers may have to wait for the end.
 
         Raises BlockGone, EngineClosed.
         """
         self._check_open()
-        file = self.files.get(place.file)
-        if file is None or not is_whole(file, place):
-            self.stats.blocks_gone += 1
-            raise BlockGone(f"there is no datafile {place.file} that has it")
-        try:
-            file.hold(place)
-        except BlockGone:
-            self.stats.blocks_gone += 1
-            raise
-        try:
-            yield
-        finally:
-            file.let_go()
+        return self._reader.pinned(place)
+
+    def register(self, memory: Buffer) -> bool:
+        """Have the kernel keep this memory at hand, which blocks will often come from or go to: less CPU a transfer.
+
+        It is borrowed until `aclose`. False where the kernel refuses (its limit of locked memory, an engine of
+        threads): all works the same. Raises EngineClosed, and ValueError for what overlaps other such memory.
+        """
+        self._check_open()
+        flat = flat_bytes(memory)
+        address = address_of(flat)
+        is_pinned = self.engine.register(address, flat.nbytes)
+        self._registered[address] = flat
+        return is_pinned
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -331,18 +291,20 @@ class Datafiles:
 
     async def _close(self) -> None:
         await self._log.settle()
+        await self._wait_for_readers()
+        for address in self._registered:
+            self.engine.unregister(address)
+        self._registered.clear()
+        self.memory.unregister()
+        for file in self.files.values():
+            file.close(self._folder, self.engine)
+        self._folder.release()
+
+    async def _wait_for_readers(self) -> None:
         for file in self.files.values():
             while file.readers:
                 file.drained = asyncio.Event()
                 await file.drained.wait()
-            file.close(self._folder, self.engine)
-        self._folder.release()
-
-
-def _key(key: bytes) -> bytes:
-    if len(key) != KEY_BYTES:
-        raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
-    return key
 
 
 def _check_sizes(file_bytes: int, files_max: int, readmit_share: float, batch_bytes: int) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
 
+from ..base import TierError
 from .recovery import RecoveredBlocks
 from .store import Datafiles
 from .values import Block, Place, Recovered, Stats
@@ -96,6 +97,31 @@ class StripedDatafiles:
     async def read(self, place: Place, into: Buffer) -> None:
         """See Datafiles.read."""
         await self.stores[place.drive].read(place, into)
+
+    async def read_many(self, places: Sequence[Place], into: Sequence[Buffer]) -> list[TierError | None]:
+        """See Datafiles.read_many; one batch a drive, side by side."""
+        if len(places) != len(into):
+            raise ValueError(f"{len(places)} places, {len(into)} buffers")
+        drives: dict[int, list[int]] = {}
+        for at, place in enumerate(places):
+            drives.setdefault(place.drive, []).append(at)
+        order = list(drives.items())
+        read = await _all(
+            [
+                self.stores[drive].read_many([places[at] for at in some], [into[at] for at in some])
+                for drive, some in order
+            ]
+        )
+        outcomes: list[TierError | None] = [None] * len(places)
+        for (_, some), found in zip(order, read, strict=True):
+            for at, outcome in zip(some, found, strict=True):
+                outcomes[at] = outcome
+        return outcomes
+
+    def register(self, memory: Buffer) -> bool:
+        """See Datafiles.register; whether every drive's engine keeps it at hand."""
+        known = [store.register(memory) for store in self.stores]
+        return all(known)
 
     def pinned(self, place: Place) -> AbstractContextManager[None]:
         """See Datafiles.pinned."""
