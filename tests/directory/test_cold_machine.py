@@ -306,6 +306,17 @@ class ColdMachine(RuleBasedStateMachine):
             some = self.subtree({data.draw(st.sampled_from(sorted(self.seen)))})
             self.delete(sorted(KEYS.index(key) for key in some))
 
+    @rule(count=st.integers(1, 6))
+    def trim(self, count: int) -> None:
+        """Room in the table: cold blocks that nothing holds go, from their tails, and never one too few."""
+        cold = {key for key, block in self.seen.items() if block.is_cold}
+        reply = self.apply(tiering.Trim(count))
+        gone = self.look_again()
+        assert gone <= cold and len(gone) == reply.blocks <= count
+        if len(gone) < count:
+            tails = [key for key in cold - gone if not any(block.parent == key for block in self.seen.values())]
+            assert all(self.core.holds[int(self.core.table.find(key)[0])] & 0xFFFF for key in tails)
+
     @rule(which=st.lists(indices, min_size=1, max_size=2))
     def drop(self, which: list[int]) -> None:
         dying = self.subtree({KEYS[i] for i in which if KEYS[i] in self.seen})

@@ -27,6 +27,7 @@ from ucxkv.client.results import (
     ReadStatus,
     match_of,
 )
+from ucxkv.client.warming import warm_blocks
 from ucxkv.directory import NotServed
 from ucxkv.keys import Keys, as_key
 from ucxkv.protocol import messages as m
@@ -90,6 +91,22 @@ class Client(BlockCalls):
                 except errors.Unavailable:
                     continue
         return out
+
+    async def warm(self, keys: Keys, *, root: bytes | None = None, deadline_s: float | None = None) -> int:
+        """Bring those of these blocks that are on disk into their nodes' memory, in this order, ahead of their reads;
+        how many of all are in memory then.
+
+        A hint: what there is no room for stays where it is, and what was brought may leave again. Cancelled, it asks
+        for nothing more. root: see `get_many`. Reads need none of this: `get_many` brings back what it is asked for.
+        """
+        rows = self._keys(keys)
+        if not len(rows):
+            return 0
+        self._busy += 1
+        try:
+            return await warm_blocks(self._router, rows, root, self._deadline(deadline_s))
+        finally:
+            self._leave()
 
     async def match(self, keys: Keys, *, after: Token | None = None, deadline_s: float | None = None) -> Match:
         """The longest visible prefix of a chain whose keys are given in order, root first. `Match.is_certain` is False

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ucxkv.client.link import NodeLink
     from ucxkv.client.path import U8, U64
 
-__all__ = ["read_cold", "warm"]
+__all__ = ["keys_of", "read_cold", "warm"]
 
 _STEP_BYTES = 8 << 20
 _STEP_KEYS = 4096
@@ -79,7 +79,7 @@ async def _read_some(
     """Read these blocks, again and again those for which there was no room."""
     while len(some):
         try:
-            answer = await warm(link, _keys_of(keys, some), _HOLD_MS, deadline_ns)
+            answer = await warm(link, keys_of(keys, some), _HOLD_MS, deadline_ns)
         except errors.DeadlineExceeded:
             status[some] = _UNAVAILABLE
             return
@@ -88,7 +88,7 @@ async def _read_some(
         status[some[(states != _WARM) & (states != _LATER)]] = _MISS
         try:
             if len(ready):
-                found = await link.path.read(_keys_of(keys, ready), pieces.take(ready), deadline_ns)
+                found = await link.path.read(keys_of(keys, ready), pieces.take(ready), deadline_ns)
                 status[ready], lengths[ready] = found
         finally:
             if answer.lease and link.is_alive:
@@ -102,5 +102,6 @@ async def _read_some(
             await asyncio.sleep(_PAUSE_S)
 
 
-def _keys_of(keys: bytes, some: npt.NDArray[np.intp]) -> bytes:
+def keys_of(keys: bytes, some: npt.NDArray[np.intp]) -> bytes:
+    """The keys at these indices, one after the other."""
     return b"".join(keys[16 * at : 16 * at + 16] for at in some.tolist())

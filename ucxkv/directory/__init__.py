@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ucxkv.directory import events
+from ucxkv.directory import events, tiering
 from ucxkv.directory.core import Directory
 from ucxkv.directory.events import DeleteStatus, LeaseStatus
 from ucxkv.directory.records import MAX_PARTS, part_key
@@ -51,4 +51,5 @@ __all__ = [
     "events",
     "part_key",
     "table_bytes",
+    "tiering",
 ]

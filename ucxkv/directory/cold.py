@@ -186,7 +186,11 @@ class ColdBlocks:
                 self.copy[slot] = 0
                 self.fresh.append((slot, directory.words.generation(slot)))
                 directory.leaving.add([(DISK_REGION, handle, 0)], now_ns)
-        return directory.drop_slots(gone, now_ns) if gone else RemovedReply(0, 0)
+        reply = directory.drop_slots(gone, now_ns) if gone else RemovedReply(0, 0)
+        if not event.is_damage:
+            directory.totals["lost"] -= reply.blocks
+            directory.totals["evicted"] += reply.blocks
+        return reply
 
     def adopt(self, event: tr.AdoptCold, now_ns: int) -> tr.TakenReply:
         """Carry out an AdoptCold."""
@@ -212,12 +216,21 @@ class ColdBlocks:
         taken: U8 = stored.astype(np.uint8)
         return tr.TakenReply(taken)
 
-    def coldest(self, slots: int) -> list[int]:
-        """Cold blocks with nothing below, the longest unused first, at most so many: for a table that is full."""
+    def trim(self, event: tr.Trim, now_ns: int) -> RemovedReply:
+        """Carry out a Trim."""
         directory, n = self._directory, self._directory.table.fresh
-        holds = directory.arrays["holds"][:n]
-        is_leaf = (holds == COLD) & (self.arrays["below"][:n] == 0) & (directory.table.records["state"][:n] == 1)
-        found = np.flatnonzero(is_leaf)
-        order = np.argsort(directory.arrays["last_use"][found], kind="stable")
-        picked: list[int] = found[order[:slots]].tolist()
-        return picked
+        holds, last_use = directory.arrays["holds"][:n], directory.arrays["last_use"][:n]
+        is_visible = directory.table.records["state"][:n] == 1
+        tails = np.flatnonzero((holds == COLD) & (self.arrays["below"][:n] == 0) & is_visible)
+        gone: list[int] = []
+        for tail in tails[np.argsort(last_use[tails], kind="stable")][: event.count].tolist():
+            slot = tail
+            while len(gone) < event.count:
+                gone.append(slot)
+                slot = directory.parent[slot]
+                if slot == NONE or directory.holds[slot] != COLD or self.below[slot] > 1:
+                    break
+        size = sum(directory.words.extent(slot)[2] for slot in gone)
+        directory.leave(gone, now_ns)
+        directory.totals["evicted"] += len(gone)
+        return RemovedReply(len(gone), size)

@@ -128,6 +128,7 @@ class Directory:
             tr.Warm: self.cold.warm,
             tr.CopiesLost: self.cold.lost,
             tr.AdoptCold: self.cold.adopt,
+            tr.Trim: self.cold.trim,
         }
 
     def handle(self, event: ev.Event[R], now_ns: int) -> ev.Outcome[R]:
@@ -353,13 +354,13 @@ class Directory:
         codes = np.array([_deleted(slot, done) for slot in slots], np.uint8)
         if any(self.durable.is_durable(slot) for slot in gone):
             return ev.DeleteReply(codes, *self.durable.delete(gone, event.log))
-        self._leave(gone, now_ns)
+        self.leave(gone, now_ns)
         self.totals["deleted"] += len(gone)
         return ev.DeleteReply(codes)
 
     def _settle(self, event: ev.Settle, now_ns: int) -> ev.SettleReply:
         reply = self.durable.settle(event, now_ns)
-        self._leave(reply.going, now_ns)
+        self.leave(reply.going, now_ns)
         self.totals["deleted"] += len(reply.going)
         return reply
 
@@ -408,7 +409,7 @@ class Directory:
             extents += found
         return single[2] if single is not None else sum(length for _, _, length in found)
 
-    def _leave(self, gone: list[int], now_ns: int) -> None:
+    def leave(self, gone: list[int], now_ns: int) -> None:
         """Hide these blocks, in an order where children come before parents."""
         extents: list[ev.Extent] = []
         hide: list[int] = []

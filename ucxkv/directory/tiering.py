@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ucxkv.directory.events import Event, RemovedReply
 from ucxkv.directory.slots import U8, Buffer
 
-__all__ = ["AdoptCold", "Copied", "CopiesLost", "Fresh", "FreshReply", "TakenReply", "Warm"]
+__all__ = ["AdoptCold", "Copied", "CopiesLost", "Fresh", "FreshReply", "TakenReply", "Trim", "Warm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,21 @@ class Warm(Event[TakenReply]):
 
 @dataclass(frozen=True, slots=True)
 class CopiesLost(Event[RemovedReply]):
-    """These copies are gone, or bad: blocks that are there only go, and all below them; others have none any more."""
+    """These copies are gone: blocks that are there only go, and all below them; others have none any more.
+
+    is_damage: they are bad, not given up; so the blocks count as lost, not as evicted.
+    """
 
     keys: Buffer
     handles: Buffer
+    is_damage: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Trim(Event[RemovedReply]):
+    """Hide so many cold blocks if there are, chains from their tails, those unused longest first: for a full table."""
+
+    count: int
 
 
 @dataclass(frozen=True, slots=True)

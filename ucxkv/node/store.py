@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from ucxkv import errors
-from ucxkv.directory import Directory, PutStatus, SlotReader, SlotTable, events, table_bytes
+from ucxkv.directory import Directory, PutStatus, SlotReader, SlotTable, events, table_bytes, tiering
 from ucxkv.directory.cold import DISK_REGION
 from ucxkv.directory.invariants import held_extents
 from ucxkv.node.adoption import Adoption
@@ -145,16 +145,15 @@ class HostStore:
     def make_slots(self, count: int, now_ns: int) -> None:
         """Hide leaves until so many blocks fit the table, as far as there are any: what is durable is worth more."""
         short = count - (self.table.capacity - self.table.used)
-        if short > 0 and self.disk is not None:
-            coldest = self.directory.cold.coldest(max(short, self.table.capacity // _SLOTS_SHARE))
-            if coldest:
-                keys = b"".join(map(self.directory.words.key, coldest))
-                self.counts["evicted"] += self.handle(events.Drop(keys), now_ns).blocks
+        if short <= 0:
+            return
+        most = short if self.disk is None else max(short, self.table.capacity // _SLOTS_SHARE)
+        for event in (tiering.Trim(most), events.Evict(1 << 62, limit=short), tiering.Trim(short)):
+            if short > 0 and (self.disk is not None or isinstance(event, events.Evict)):
+                gone = self.handle(event, now_ns)
+                self.counts["evicted"] += gone.blocks
+                self.counts["evicted_bytes"] += gone.bytes
                 short = count - (self.table.capacity - self.table.used)
-        if short > 0:
-            gone = self.handle(events.Evict(1 << 62, limit=short), now_ns)
-            self.counts["evicted"] += gone.blocks
-            self.counts["evicted_bytes"] += gone.bytes
 
     def room_for(self, nbytes: int, now_ns: int) -> int:
         """An extent for a value that comes back from disk, the caller's; -1: none now, but soon."""

@@ -200,10 +200,13 @@ class Demoter:
         except TierError as exc:
             log.debug("disk.not_forgotten", blocks=len(keys), why=str(exc))
 
-    async def flush(self, limit_s: float) -> int:
-        """Wait until all that is there is written, at most so long; how many blocks are not."""
+    async def flush(self, limit_s: float, patience_ns: int) -> int:
+        """Wait until all that is there is written, at most so long, and while the disk does not stand still; how many
+        blocks are not.
+        """
         until = time.monotonic() + limit_s
-        while self.pending and not self.failure and time.monotonic() < until:
+        self.poke()
+        while self.is_working(time.monotonic_ns(), patience_ns) and time.monotonic() < until:
             self.poke()
             await asyncio.sleep(0.01)
         return self.pending

@@ -18,11 +18,12 @@ import numpy as np
 import structlog
 
 from ucxkv.directory import tiering
-from ucxkv.tiers.base import BlockDamaged, BlockGone, TierError
+from ucxkv.tiers.base import BlockDamaged, BlockGone
 
 if TYPE_CHECKING:
     from ucxkv.node.disk.places import Places
     from ucxkv.node.store import HostStore
+    from ucxkv.tiers.base import TierError
     from ucxkv.tiers.datafiles import Place, StripedDatafiles
 
 __all__ = ["Promoter", "WarmStatus"]
@@ -114,7 +115,7 @@ class Promoter:
         capacity = self._store.slabs.bytes_at
         targets = [view[offset : offset + capacity(offset)] for _, _, _, offset in todo]
         try:
-            found = await asyncio.gather(*(self._read_one(*each) for each in zip(places, targets, strict=True)))
+            found = await self._datafiles.read_many(places, targets)
         except BaseException:
             self._give_back([offset for *_, offset in todo])
             raise
@@ -130,13 +131,6 @@ class Promoter:
         self.in_hand -= kept
         self._give_back([offset for *_, offset in todo if offset not in kept])
 
-    async def _read_one(self, place: Place, into: memoryview) -> TierError | None:
-        try:
-            await self._datafiles.read(place, into)
-        except TierError as exc:
-            return exc
-        return None
-
     def _give_back(self, offsets: list[int]) -> None:
         self.in_hand.difference_update(offsets)
         self._store.slabs.free(offsets)
@@ -149,4 +143,6 @@ class Promoter:
         self.counts["disk_read_failed"] += len(failed)
         if lost:
             keys, handles = zip(*lost, strict=True)
-            self._store.handle(tiering.CopiesLost(b"".join(keys), np.array(handles, np.uint32)), time.monotonic_ns())
+            self._store.handle(
+                tiering.CopiesLost(b"".join(keys), np.array(handles, np.uint32), is_damage=True), time.monotonic_ns()
+            )

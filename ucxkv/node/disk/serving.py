@@ -63,13 +63,13 @@ class DiskRequests:
     async def lease(self, session: Session, request: m.LeaseKeys) -> m.Leased:
         """A lease keeps values in place for who reads them in memory: so they are brought there, under it."""
         leased = self._store.lease(session.id, request, time.monotonic_ns())
-        status = await self._warmed_under(session, leased.lease, request.keys)
+        status = await self._warmed_under(session, leased.lease, request.keys, is_all=True)
         granted = bytes(was if now == WarmStatus.WARM else 1 for was, now in zip(leased.status, status, strict=True))
         return m.Leased(leased.lease, leased.ttl_ms, granted)
 
-    async def _warmed_under(self, session: Session, lease: int, keys: bytes) -> bytes:
+    async def _warmed_under(self, session: Session, lease: int, keys: bytes, *, is_all: bool = False) -> bytes:
         try:
-            status = await self.warmed(keys)
+            status = await self.warmed(keys, is_all=is_all)
             if session.id not in self._node.sessions:
                 raise errors.Unavailable("the connection has ended")
             if not self._store.serving.is_running:
@@ -79,8 +79,10 @@ class DiskRequests:
             raise
         return status
 
-    async def warmed(self, keys: bytes) -> bytes:
-        """Bring blocks into memory: one WarmStatus a key. Waits a little for room, so that an answer has something."""
+    async def warmed(self, keys: bytes, *, is_all: bool = False) -> bytes:
+        """Bring blocks into memory: one WarmStatus a key. Waits a little for room, so that an answer has something, or
+        all of them.
+        """
         disk = self._node.disk
         if disk is None:
             slots = self._store.directory.table.find(keys).tolist()
@@ -89,7 +91,8 @@ class DiskRequests:
         until = time.monotonic() + _ROOM_S
         while True:
             status = await disk.promoter.warm(names)
-            if WarmStatus.LATER not in status or WarmStatus.WARM in status or time.monotonic() > until:
+            is_enough = WarmStatus.WARM in status and not is_all
+            if WarmStatus.LATER not in status or is_enough or time.monotonic() > until:
                 return status
             await asyncio.sleep(max(1, self._node.config.grace_ms) / 1e3)
 

@@ -25,7 +25,7 @@ from ucxkv.directory import tiering
 from ucxkv.node.disk.demoting import Demoter
 from ucxkv.node.disk.places import Places
 from ucxkv.node.disk.promoting import Promoter
-from ucxkv.tiers.base import TierError
+from ucxkv.tiers.base import SetupFailed, TierError
 from ucxkv.tiers.datafiles import Datafiles, Hooks, StripedDatafiles
 from ucxkv.tiers.engines import open_engine
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["DiskTier", "datafile_bytes"]
 
 _FLUSH_S = 10.0
+_CLOSE_S = 15.0
 _WARM_SHARE = 8
 _WARM_BYTES_MAX = 64 << 20
 _ADOPT_AT_ONCE = 4096
@@ -84,7 +85,7 @@ class DiskTier:
         found: list[RecoveredBlocks] = []
         for drive, name in enumerate(config.disk):
             folder = Path(name)
-            await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+            await asyncio.to_thread(_make, folder)
             engine = open_engine(config.io_engine, directory=folder, on_probe=self._probes.append)
             self._engines.append(engine)
             store, blocks, problems = await Datafiles.open(
@@ -94,6 +95,7 @@ class DiskTier:
                 files_max=max(3, config.disk_bytes // datafile_bytes(config.disk_bytes)),
                 hooks=Hooks(self._is_hot, self._moved, partial(self._dropped, drive)),
                 drive=drive,
+                register=[self._store.segment.view],
             )
             self._stores.append(store)
             found.append(blocks)
@@ -300,9 +302,9 @@ class DiskTier:
         return {"disk": "; ".join([text, *warnings, *failed])}
 
     async def aclose(self) -> None:
-        """Write what is not written yet, for some seconds at most, and close. Idempotent."""
+        """Write what is not written yet, for some seconds at most, and close; a disk that hangs is left. Idempotent."""
         if self._store.disk is self:
-            left = await self.demoter.flush(_FLUSH_S)
+            left = await self.demoter.flush(_FLUSH_S, self._patience_ns)
             if left:
                 log.warning("disk.unwritten", blocks=left, why=self.demoter.failure or "the disk is too slow")
             self._store.disk = None
@@ -310,6 +312,14 @@ class DiskTier:
             self._tomb_timer.cancel()
             self._bury()
             self._tomb_timer = None
+        closing = asyncio.ensure_future(self._close())
+        done, _ = await asyncio.wait({closing}, timeout=_CLOSE_S)
+        if not done:  # the kernel keeps what it still reads and writes; this process can only go
+            log.error("disk.stuck", folders=self._config.disk, why=f"the disk has not answered for {_CLOSE_S:.0f} s")
+        else:
+            closing.result()
+
+    async def _close(self) -> None:
         if hasattr(self, "demoter"):
             await asyncio.gather(*self._tasks)
             await self.demoter.aclose()
@@ -321,6 +331,18 @@ class DiskTier:
         for engine in self._engines:
             await engine.aclose()
         self._stores, self._engines = [], []
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise SetupFailed(
+            f"the folder {folder} of the disk tier",
+            found=f"{exc.strerror}: {exc.filename}",
+            needed="a folder that this process may write to, or a place to make one",
+            fix="name another with --disk, or give this user the rights",
+        ) from exc
 
 
 def _report(folder: str, problems: list[Problem], probe: Probe) -> None:
