@@ -132,6 +132,7 @@ FOREIGN = {
     "torch": ("ucxkv.perf.peers.device",),
     "cupy": ("ucxkv.perf.peers.device",),
     "uvloop": ("ucxkv.node", "ucxkv.cli", "ucxkv.sync", "ucxkv.transport.submit"),
+    "zstandard": ("ucxkv.tiers.codecs.lossless",),
     "typing_extensions": ("ucxkv",),  # for type checkers only
 }
 

@@ -1,0 +1,93 @@
+"""float32, float16 and bfloat16 as bit patterns: widened to float32, rounded back, their largest magnitude.
+
+A float's magnitude grows with its bits without the sign, so the largest magnitude of a channel is a maximum of
+integers; infinities and NaN are the patterns from `infinity` on. bfloat16 is the upper half of a float32, which is all
+that numpy need know of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+__all__ = ["FLOATS", "FloatBits", "bfloat16_up", "from_bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class FloatBits:
+    """A float type. word: the unsigned integer of its bits; infinity: the pattern of +inf; largest: finite value."""
+
+    name: str
+    word: np.dtype[Any]
+    infinity: int
+    largest: float
+
+    def peaks(self, words: NDArray[Any]) -> NDArray[Any]:
+        """Patterns of the largest magnitudes over axis 1 of words (groups, tokens, channels)."""
+        found: NDArray[Any] = np.bitwise_and(words, (1 << (8 * self.word.itemsize - 1)) - 1).max(axis=1)
+        return found
+
+    def widen(self, words: NDArray[Any], scratch: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The values of `words`, exact: a view of float32 itself, else in `scratch`, which has the shape of words."""
+        if self.name == "float32":
+            return words.view(np.float32)
+        if self.name == "float16":
+            np.copyto(scratch, words.view(np.float16))
+        else:
+            bits = scratch.view(np.uint32)
+            np.copyto(bits, words)
+            np.left_shift(bits, 16, out=bits)
+        return scratch
+
+    def product(
+        self,
+        values: NDArray[np.int8],
+        factors: NDArray[np.float32],
+        out: NDArray[Any],
+        scratch: NDArray[np.float32],
+    ) -> None:
+        """Write values x factors (broadcast), rounded to the nearest of this type, to `out`, as words.
+
+        scratch: in the shape of values; float32 needs none. bfloat16 rounds ties away from zero.
+        """
+        wide = out.view(np.float32) if self.name == "float32" else scratch
+        np.copyto(wide, values)
+        np.multiply(wide, factors, out=wide)
+        if self.name == "float16":
+            np.copyto(out.view(np.float16), wide, casting="same_kind")
+        elif self.name == "bfloat16":
+            bits = wide.view(np.uint32)
+            np.add(bits, 0x8000, out=bits)
+            np.right_shift(bits, 16, out=bits)
+            np.copyto(out, bits, casting="unsafe")
+
+
+FLOATS: Mapping[str, FloatBits] = MappingProxyType(
+    {
+        found.name: found
+        for found in (
+            FloatBits("float32", np.dtype("<u4"), 0x7F800000, float(np.finfo(np.float32).max)),
+            FloatBits("float16", np.dtype("<u2"), 0x7C00, float(np.finfo(np.float16).max)),
+            FloatBits("bfloat16", np.dtype("<u2"), 0x7F80, float(np.uint32(0x7F7F0000).view(np.float32))),
+        )
+    }
+)
+"""By name."""
+
+
+def bfloat16_up(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Patterns of the smallest bfloat16 not below each value; values: finite, not negative."""
+    return ((values.view(np.uint32) + np.uint32(0xFFFF)) >> np.uint32(16)).astype(np.uint16)
+
+
+def from_bfloat16(words: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """Their values."""
+    return (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
