@@ -172,6 +172,16 @@ def test_lossless_refuses_pieces_of_a_size_that_it_never_writes(piece: int) -> N
             assert f"pieces of {piece} elements" in str(refuse(Lossless(), raw, 5000))
 
 
+def test_lossless_refuses_planes_that_leave_bytes_over_or_overlap() -> None:
+    """Goal: every byte of a body is accounted for. Method: a byte more or less in the lengths."""
+    stored, _ = stored_block(Lossless())
+    plane = bytes(range(256)) * 16
+    for length, planes in ((4096, plane + b"x"), (4096, plane[:-1]), (4095, plane), (4097, plane)):
+        body = lossless_body(4096, [length | 1 << 31] * 2, plane + planes + b"t")
+        raw = resealed(stored, body=body, dtype="bfloat16", original_bytes=8193)
+        assert "do not end where it ends" in str(refuse(Lossless(), raw, 8193))
+
+
 def int8_body(tokens: int, channels: int, scales: list[int], values: bytes) -> bytes:
     fields = tokens.to_bytes(4, "little") + channels.to_bytes(4, "little")
     return fields + np.array(scales, "<u2").tobytes() + values

@@ -160,6 +160,26 @@ def test_what_int8_is_not_for_is_stored_as_it_is() -> None:
             codec.encode(words, dtype="bfloat16", shape=shape)
 
 
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_a_value_is_its_byte_times_its_scale_rounded_to_the_nearest(dtype: str) -> None:
+    """Goal: no bias. Method: bytes and scales read from the stored block, multiplied exactly; of the type's values the
+    decoded one is as near as its neighbours, and so is each byte to its value in steps of its scale."""
+    shape = (3, 64, 48)
+    words = as_words(kv_values(shape), dtype)
+    stored = Int8().encode(words, dtype=dtype, shape=shape)
+    assert stored is not None
+    raw = np.frombuffer(stored, np.uint8)
+    scales = as_float64(raw[40 : 40 + 2 * 3 * 48].view("<u2").reshape(3, 1, 48), "bfloat16")
+    steps = raw[40 + 2 * 3 * 48 :].view(np.int8).reshape(shape)
+    assert (np.abs(as_float64(words, dtype) - steps * scales) <= scales * 0.50001).all()
+    found = restored(words, dtype)
+    assert found is not None
+    miss = np.abs(as_float64(found, dtype) - steps * scales)
+    for neighbour in (found + 1, found - 1):
+        is_finite = (found & (FLOATS[dtype].infinity | (FLOATS[dtype].infinity - 1))) != 0
+        assert (miss <= np.abs(as_float64(neighbour, dtype) - steps * scales))[is_finite].all()
+
+
 def test_an_int8_block_is_written_as_the_table_says() -> None:
     """Goal: the format does not drift. Method: every byte of a small block, and its values again."""
     values = np.array([[127, -127, 0, 0.5], [-63.5, 1, 0, -0.25], [0, 64, 0, 0.125], [3, 5, 0, 0.25]], np.float32)
