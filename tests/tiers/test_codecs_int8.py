@@ -118,7 +118,7 @@ def test_a_block_with_one_value_that_cannot_be_kept_is_refused(dtype: str, bad: 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_channels_too_small_for_a_scale_are_refused(dtype: str) -> None:
     """Goal: the bound holds down to where a scale would lose bits. Method: peaks on either side of that limit."""
-    for peak, is_taken in ((2.0**-119, True), (2.0**-120, False), (2.0**-130, False), (0.0, True)):
+    for peak, is_taken in ((2.0**-117, True), (2.0**-118, False), (2.0**-130, False), (0.0, True)):
         words = as_words(kv_values((2, 16, 64)), dtype)
         words[1, :, 7] = as_words(np.full(16, peak, np.float32), dtype)
         found = restored(words, dtype)

@@ -1,8 +1,11 @@
 """float32, float16 and bfloat16 as bit patterns: widened to float32, rounded back, their largest magnitude.
 
 A float's magnitude grows with its bits without the sign, so the largest magnitude of a channel is a maximum of
-integers; infinities and NaN are the patterns from `infinity` on. bfloat16 is the upper half of a float32, which is all
-that numpy need know of it.
+integers; infinities and NaN are the largest patterns of all. bfloat16 is the upper half of a float32, which is all that
+numpy need know of it.
+
+Patterns are compared, and 16 bits converted, as integers: libraries built for fast mathematics make a process's
+processor take subnormal numbers for zero (FTZ, DAZ), and none of this may depend on that.
 """
 
 from __future__ import annotations
@@ -23,12 +26,17 @@ __all__ = ["FLOATS", "FloatBits", "bfloat16_up", "from_bfloat16"]
 
 @dataclass(frozen=True, slots=True)
 class FloatBits:
-    """A float type. word: the unsigned integer of its bits; infinity: the pattern of +inf; largest: finite value."""
+    """A float type. word: the unsigned integer of its bits; infinity: the pattern of +inf.
+
+    floor, ceiling: patterns of the smallest and largest peak that a channel in steps of peak / 127 may have: its step
+    is a normal float32 of 2**-124 at least, and half a step beyond the peak is still finite.
+    """
 
     name: str
     word: np.dtype[Any]
     infinity: int
-    largest: float
+    floor: int
+    ceiling: int
 
     def peaks(self, words: NDArray[Any]) -> NDArray[Any]:
         """Patterns of the largest magnitudes over axis 1 of words (groups, tokens, channels)."""
@@ -74,9 +82,9 @@ FLOATS: Mapping[str, FloatBits] = MappingProxyType(
     {
         found.name: found
         for found in (
-            FloatBits("float32", np.dtype("<u4"), 0x7F800000, float(np.finfo(np.float32).max)),
-            FloatBits("float16", np.dtype("<u2"), 0x7C00, float(np.finfo(np.float16).max)),
-            FloatBits("bfloat16", np.dtype("<u2"), 0x7F80, float(np.uint32(0x7F7F0000).view(np.float32))),
+            FloatBits("float32", np.dtype("<u4"), 0x7F800000, floor=0x05000000, ceiling=0x7F7C0000),
+            FloatBits("float16", np.dtype("<u2"), 0x7C00, floor=0x0001, ceiling=0x7BE0),
+            FloatBits("bfloat16", np.dtype("<u2"), 0x7F80, floor=0x0500, ceiling=0x7F7C),
         )
     }
 )
