@@ -41,7 +41,10 @@ ELEMENT_BYTES: Mapping[str, int] = MappingProxyType(
         "uint64": 8,
     }
 )
-"""Bytes of one element by the canonical name of its type. Bytes of no type are `uint8`."""
+"""Bytes of one element by the canonical name of its type. Bytes of no type are `uint8`.
+
+The order is part of the stored format (`envelope`): new types go to the end.
+"""
 
 
 class CodecUnknown(TierError):

@@ -11,7 +11,7 @@ Body, little-endian, after the head of `envelope`:
 P = ceil(elements / piece), W = bytes of an element. A plane is a zstd frame that says its size, or the plane itself.
 
 zstd is set up to find next to no repeats and to spend its time on the entropy code: the exponents of a block hardly
-ever repeat for 7 bytes, and hunting for such repeats, as level 1 does, takes a third of the speed and saves nothing
+ever repeat for 7 bytes, and hunting for such repeats, as level 1 does, takes two fifths of the speed and saves nothing
 (`scripts/bench_codec.py --peers`). Long runs and repeated tokens are still found.
 """
 
