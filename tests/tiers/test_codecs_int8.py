@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tests.tiers.coded import as_float64, as_words, kv_values
+from tests.tiers.coded import Guarded, as_float64, as_words, kv_values
 from ucxkv.tiers.codecs import ERROR_BOUND, Int8, int8
 from ucxkv.tiers.codecs.floats import FLOATS
 
@@ -84,6 +84,21 @@ def test_the_bound_is_not_far_from_what_happens(dtype: str) -> None:
     found = restored(words, dtype)
     assert found is not None
     assert check_error(words, found, dtype) > ERROR_BOUND[dtype] / 3
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_an_odd_address_changes_nothing(dtype: str) -> None:
+    """Goal: memory is taken as it comes. Method: the same block stored and restored one and three bytes off."""
+    words = as_words(kv_values((3, 16, 24)), dtype)
+    expected = restored(words, dtype)
+    assert expected is not None
+    stored = Int8().encode(words, dtype=dtype, shape=words.shape)
+    assert stored is not None
+    moved, into = Guarded(len(memoryview(stored)), shift=1), Guarded(words.nbytes, shift=3)
+    moved.view[:] = stored
+    Int8().decode(moved.view, into.view)
+    into.check()
+    assert into.view.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
