@@ -15,7 +15,6 @@ threads. `ratio` is our GB/s over the limit's; `cpu_us` is this process's CPU ti
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import tempfile
@@ -27,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 from benchlib import Bench, block_sizes, main, parser
+from fio import FioJob, is_there, run_fio
 from numpy.typing import NDArray
 
 from ucxkv.cli.measure import Row, Series, anonymous_blocks, row
@@ -198,30 +198,20 @@ class Cell:
 async def fio(cell: Cell, seconds: float) -> None:
     """fio with the same engine, depth and block; its own file of the same size beside ours."""
     engine = "io_uring" if cell.engine == "io_uring" else "psync"
-    words = [f"--filename={cell.disk.folder / 'fio'}", f"--size={cell.disk.nbytes}", f"--bs={cell.size}"]
-    words += [
-        "--name=limit",
-        f"--runtime={round(max(seconds, 0.5) * 1000)}ms",
-        "--time_based",
-        "--norandommap",
-        "--output-format=json",
-    ]
-    words += [f"--direct={int(cell.disk.direct)}", "--group_reporting", "--randrepeat=0", f"--ioengine={engine}"]
-    words += ["--rw=randread" if cell.op == "random read" else "--rw=randwrite"]
-    if engine == "psync":
-        words += [f"--numjobs={cell.depth}", "--thread"]
-    else:
-        words += [f"--iodepth={cell.depth}"]
-        if cell.op == "batch write":
-            words += [f"--iodepth_batch={cell.depth}", f"--iodepth_batch_complete_min={cell.depth}"]
-    process = await asyncio.create_subprocess_exec("fio", *words, stdout=asyncio.subprocess.PIPE)
-    said, _ = await process.communicate()
-    text = said.decode()
-    if process.returncode:
-        raise SystemExit(f"fio ended with {process.returncode}: {text[-300:]}")
-    job = json.loads(text[text.index("{") :])["jobs"][0]["read" if cell.op == "random read" else "write"]
-    cell.limit_rates.append(float(job["bw_bytes"]) / 1e9)
-    cell.limit_us.append(float(job["clat_ns"]["percentile"]["50.000000"]) / 1e3)
+    is_write = cell.op == "batch write"
+    job = FioJob(
+        cell.disk.folder / "fio",
+        cell.disk.nbytes,
+        "randwrite" if is_write else "randread",
+        cell.size,
+        cell.depth,
+        engine=engine,
+        is_direct=cell.disk.direct,
+        is_batch=is_write,
+    )
+    found = await run_fio(job, seconds)
+    cell.limit_rates.append(found.gbps)
+    cell.limit_us.append(found.p50_us)
     cell.limit_name = f"fio {engine}"
 
 
@@ -293,7 +283,7 @@ def run() -> int:
     if not engines:
         options.error("; ".join(refused.values()))
     seconds = arguments.seconds or (0.2 if arguments.quick else 1.0)
-    limit = fio if shutil.which("fio") and not arguments.no_fio else plain_threads
+    limit = fio if is_there() and not arguments.no_fio else plain_threads
     folder = Path(tempfile.mkdtemp(prefix="ucxkv-io-", dir=arguments.folder or Path.cwd()))
     try:
         disk = Disk(folder, arguments.file_bytes)

@@ -210,3 +210,36 @@ async def test_what_stood_behind_a_cut_does_not_come_back() -> None:
             if numbers == {0}:
                 (place,) = await store.write([block(3, 30_000)])
                 assert place.offset == first[0].offset + 4096
+
+
+async def test_a_place_that_cannot_be_read_behind_the_log_costs_nothing() -> None:
+    """Goal: the walk of the open file asks for no more than it needs when more cannot be had. Method: the disk fails
+    reads of the last block of 4 KiB ahead of the index; then of one that a batch is in."""
+    disk = FaultyDisk()
+    engine = FaultyEngine(disk)
+    async with opened(disk, engine) as (store, _, _):
+        places = await fill(store, range(3))
+    for bad, count in ((FILE_BYTES - 8192, 3), (places[1].offset, 0)):
+        engine.fault = lambda op, bad=bad: (  # type: ignore[misc]
+            errno.EIO if op.kind == OpKind.READ and op.offset <= bad < op.offset + op.length else None
+        )
+        async with opened(disk, engine) as (_, found, problems):
+            assert len(found) == count
+            assert [each.kind for each in problems] == [ProblemKind.UNREADABLE] * (count == 0)
+
+
+async def test_a_walk_goes_through_files_longer_than_it_reads_at_a_time() -> None:
+    """Goal: no batch is lost where one read ends and the next begins. Method: batches of odd sizes over 20 MiB, one of
+    them longer than a read, and one damaged block."""
+    disk = FaultyDisk()
+    engine = FaultyEngine(disk, is_prompt=True)
+    sizes = [70_000 * (n % 13 + 1) for n in range(40)]
+    sizes[20] = 5 << 20
+    async with opened(disk, engine, file_bytes=64 << 20, batch_bytes=1 << 20) as (store, _, _):
+        for number, size in enumerate(sizes):
+            (place,) = await store.write([block(number, size)])
+            if number == 11:
+                disk.content[store.files[place.file].name][place.offset + 1] ^= 1
+    async with opened(disk, engine, file_bytes=64 << 20) as (_, found, problems):
+        assert [each.version for each in found] == [n for n in range(40) if n != 11]
+        assert [each.kind for each in problems] == [ProblemKind.DAMAGED]

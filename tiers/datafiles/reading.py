@@ -13,12 +13,13 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from errno import EIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..base import BlockDamaged, BlockGone, TierError
 from ..copy import IOV_DTYPE, CancelFlag, address_of, gather
+from ..copy import engine as copies
 from ..datafile_format import BLOCK_BYTES, padded
 from ..io import OP_DTYPE, IoEngine, IoFailed, OpKind
 from .files import DataFile, is_whole, moved_by
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-__all__ = ["Fetch", "Reader", "fetch"]
+__all__ = ["Fetch", "Reader", "fetch", "sums_of"]
 
 _TURN_BYTES = 1 << 20
 """So much is summed in one turn of the event loop: 0.03 to 0.1 ms. A hop to another thread costs more than that."""
@@ -74,6 +75,26 @@ async def fetch(engine: IoEngine, wanted: Sequence[Fetch]) -> list[TierError | N
     return outcomes
 
 
+async def _fetch_one(engine: IoEngine, each: Fetch) -> TierError | None:
+    """`fetch` of one block."""
+    place, nbytes = each.place, each.nbytes
+    ops = np.array([(each.address, place.offset, nbytes, each.file.engine_file, OpKind.READ)], OP_DTYPE)
+    try:
+        moved = int((await moved_by(engine, ops))[0])
+    except TierError as exc:
+        return exc
+    if moved != nbytes:
+        return _unreadable(each, moved)
+    if nbytes > _TURN_BYTES:
+        (outcome,) = await _prove([each])
+        return outcome
+    if each.target:
+        total = copies.copy_sum_at(each.target, each.address, place.length)
+    else:
+        total = copies.sum_at(each.address, place.length)
+    return None if total == place.sum else _damaged(each)
+
+
 def _unreadable(each: Fetch, result: int) -> BlockDamaged:
     what = f"reading {each.file.name}" if result < 0 else f"reading {each.file.name} ended after {result} bytes"
     return BlockDamaged(f"block at {each.place.offset}: {IoFailed(what, errno=-result if result < 0 else EIO)}")
@@ -82,7 +103,7 @@ def _unreadable(each: Fetch, result: int) -> BlockDamaged:
 async def _prove(wanted: Sequence[Fetch]) -> list[TierError | None]:
     """Compare what was read with its sums, on the way to its target; None for each that has it.
 
-    Others have their turns on the loop after each MiB; longer blocks are summed in another thread.
+    Others have their turns on the loop after each MiB.
     """
     outcomes: list[TierError | None] = []
     start = 0
@@ -92,7 +113,11 @@ async def _prove(wanted: Sequence[Fetch]) -> list[TierError | None]:
             nbytes += wanted[end].nbytes
             end += 1
         part = wanted[start:end]
-        sums = await _sums(part, in_thread=nbytes > _TURN_BYTES)
+        sums = await sums_of(
+            np.array([each.address for each in part], np.uint64),
+            np.array([each.place.length for each in part], np.uint64),
+            np.array([each.target for each in part], np.uint64),
+        )
         outcomes += [
             None if total == each.place.sum else _damaged(each) for each, total in zip(part, sums.tolist(), strict=True)
         ]
@@ -102,13 +127,19 @@ async def _prove(wanted: Sequence[Fetch]) -> list[TierError | None]:
     return outcomes
 
 
-async def _sums(wanted: Sequence[Fetch], *, in_thread: bool) -> NDArray[np.uint64]:
-    """The sums of what was read, which is then at its targets."""
-    count = len(wanted)
-    iov = np.array([(each.address, each.place.length) for each in wanted], IOV_DTYPE)
-    targets = np.array([each.target for each in wanted], np.uint64)
+async def sums_of(
+    addresses: NDArray[np.integer[Any]], lengths: NDArray[np.integer[Any]], targets: NDArray[np.uint64] | None = None
+) -> NDArray[np.uint64]:
+    """The sums of stretches of memory, each copied to its target unless that is 0. More than a MiB: in another thread.
+
+    The memory is the caller's again when this returns or raises.
+    """
+    count = len(addresses)
+    iov = np.empty(count, IOV_DTYPE)
+    iov["addr"], iov["len"] = addresses, lengths
+    targets = np.zeros(count, np.uint64) if targets is None else targets
     first, sums, cancel = np.arange(count + 1, dtype=np.uint32), np.zeros(count, np.uint64), CancelFlag()
-    if in_thread:
+    if int(iov["len"].sum()) > _TURN_BYTES:
         work = asyncio.get_running_loop().run_in_executor(None, gather, first, iov, targets, sums, cancel)
         await to_the_end(work, cancel.set)
     else:
@@ -129,10 +160,24 @@ class Reader:
         self._engine, self._memory, self._files, self._stats = engine, memory, files, stats
 
     async def read(self, place: Place, into: Buffer) -> None:
-        """See Datafiles.read."""
-        (outcome,) = await self.read_many([place], [into])
+        """See Datafiles.read. What `read_many` does, in half the time for one block."""
+        target = _target(place, into)
+        with self.pinned(place):
+            each = Fetch(self._files[place.file], place, address_of(target))
+            if each.address % BLOCK_BYTES or target.nbytes < each.nbytes:
+                piece = self._memory.take(each.nbytes)
+                each.target, each.address = each.address, piece.address
+                try:
+                    outcome = await _fetch_one(self._engine, each)
+                finally:
+                    self._memory.give(piece)
+            else:
+                outcome = await _fetch_one(self._engine, each)
         if outcome is not None:
+            self._stats.blocks_damaged += isinstance(outcome, BlockDamaged)
             raise outcome
+        self._stats.blocks_read += 1
+        self._stats.read_bytes += place.length
 
     async def read_many(self, places: Sequence[Place], into: Sequence[Buffer]) -> list[TierError | None]:
         """See Datafiles.read_many."""
@@ -218,7 +263,7 @@ class Reader:
         with self.pinned(place):
             piece = self._memory.take(padded(place.length))
             try:
-                (outcome,) = await fetch(self._engine, [Fetch(self._files[place.file], place, piece.address)])
+                outcome = await _fetch_one(self._engine, Fetch(self._files[place.file], place, piece.address))
             finally:
                 self._memory.give(piece)
         if outcome is not None:

@@ -15,12 +15,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..base import SetupFailed, TierError
-from ..copy import sum_bytes
 from ..datafile_format import (
     BLOCK_BYTES,
     DESCRIPTOR_DTYPE,
@@ -29,7 +29,6 @@ from ..datafile_format import (
     TOMBSTONE,
     VERSION,
     Head,
-    decode_batch,
     decode_file,
     decode_store,
     encode_store,
@@ -39,6 +38,7 @@ from .files import DataFile, FileState, file_name, read_index, read_piece
 from .folder import LOCK_NAME, Folder, setup_failed
 from .memory import AlignedMemory
 from .values import Place, Problem, ProblemKind, Recovered
+from .walking import walk
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -68,13 +68,17 @@ class RecoveredBlocks:
         return len(self._rows)
 
     def __iter__(self) -> Iterator[Recovered]:
-        drive = self._drive
         for start in range(0, len(self._rows), 4096):
-            rows, files = self._rows[start : start + 4096].tolist(), self._files[start : start + 4096].tolist()
-            for row, (file, generation) in zip(rows, files, strict=True):
-                key, parent, total, version, offset, length, flags, _ = row
-                place = Place(file, generation, offset * BLOCK_BYTES, length, total, flags, drive)
-                yield Recovered(bytes(key), version, place, bytes(parent))
+            rows, files = self._rows[start : start + 4096], self._files[start : start + 4096]
+            places = map(
+                Place,
+                files[:, 0].tolist(),
+                files[:, 1].tolist(),
+                (rows["offset"].astype(np.int64) * BLOCK_BYTES).tolist(),
+                *(rows[name].tolist() for name in ("length", "sum", "flags")),
+                repeat(self._drive),
+            )
+            yield from map(Recovered, rows["key"].tolist(), rows["version"].tolist(), places, rows["parent"].tolist())
 
 
 def _newest(rows: NDArray[np.void]) -> NDArray[np.intp]:
@@ -256,7 +260,10 @@ async def _read_all(
         try:
             index = await read_index(engine, memory, file)
             if index is None:
-                await _walk(engine, memory, found, file, heads[file.number][0])
+                damaged = await walk(engine, memory, file, heads[file.number][0])
+                if damaged:
+                    places = ", ".join(map(str, damaged))
+                    found.report(ProblemKind.DAMAGED, file.name, f"blocks at {places} do not have their sums; left out")
                 rows = np.concatenate([np.empty(0, DESCRIPTOR_DTYPE), *file.descriptors])
                 found.unsealed.append(file)
             else:
@@ -272,50 +279,3 @@ async def _read_all(
         found.next_sequence = max(found.next_sequence, last + 1)
         parts.append((file, rows))
     return parts
-
-
-async def _walk(engine: IoEngine, memory: AlignedMemory, found: Recovery, file: DataFile, head: Head) -> None:
-    """Follow a file's batches from its head to the first that does not prove itself; IoFailed."""
-    file.begin(head.generation, head.sum)
-    file.last_sequence = max(head.sequence - 1, 0)
-    damaged: list[int] = []
-    while file.offset + BLOCK_BYTES <= file.file_bytes:
-        piece = await read_piece(engine, memory, file, file.offset, BLOCK_BYTES)
-        decoded = decode_batch(
-            piece.view[:BLOCK_BYTES].tobytes(),
-            file=file.number,
-            generation=file.generation,
-            previous=file.last_sum,
-            offset=file.offset,
-            end=file.file_bytes,
-        )
-        memory.give(piece)
-        if decoded is None:
-            break
-        if damaged:
-            places = ", ".join(map(str, damaged))
-            found.report(ProblemKind.DAMAGED, file.name, f"blocks at {places} do not have their sums; left out")
-        batch, rows = decoded
-        good, damaged = await _check(engine, memory, file, rows, batch.length - BLOCK_BYTES)
-        file.add(good, batch.length, batch.sum, batch.sequence)
-
-
-async def _check(
-    engine: IoEngine, memory: AlignedMemory, file: DataFile, rows: NDArray[np.void], nbytes: int
-) -> tuple[NDArray[np.void], list[int]]:
-    """(rows whose payloads have their sums, offsets of the others) of the batch that is next; nbytes: of payloads."""
-    if not nbytes:
-        return rows, []
-    start = file.offset + BLOCK_BYTES
-    piece = await read_piece(engine, memory, file, start, nbytes)
-    is_good = np.ones(len(rows), np.bool_)
-    damaged = []
-    for at, (_, _, total, _, block, length, flags, _) in enumerate(rows.tolist()):
-        if flags & TOMBSTONE:
-            continue
-        begin = block * BLOCK_BYTES - start
-        is_good[at] = sum_bytes(piece.view[begin : begin + length].data) == total
-        if not is_good[at]:
-            damaged.append(block * BLOCK_BYTES)
-    memory.give(piece)
-    return rows[is_good], damaged

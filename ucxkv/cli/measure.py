@@ -268,6 +268,9 @@ _COLUMNS = {
     "cpu_percent": "% of a core",
     "wakeups_s": "wake-ups/s",
     "vs_first": "vs first",
+    "wa_kernel": "WA kernel",
+    "wa_own": "WA own",
+    "s_per_100k": "s per 100k blocks",
     "index_bytes_per_block": "index B/block",
 }
 
