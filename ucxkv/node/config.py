@@ -41,7 +41,7 @@ class NodeConfig:
     on disk (64 + 32 bytes each; 8 more with a disk tier)."""
     durability: Literal["memory", "process", "power"] = "memory"
     """memory | process | power: what blocks put with durable=True survive. memory: nothing, such puts are refused;
-    process: the death of the node's process, by kill -9 too; power: not before the NVMe tier, since DRAM does not.
+    process: the death of the node's process, by kill -9 too; power: not in this version, values lie in DRAM.
     """
     disk: tuple[str, ...] = ()
     """Folders, one a drive, for blocks that leave memory, striped over them; empty = such blocks are gone."""

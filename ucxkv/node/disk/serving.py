@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DiskRequests"]
 
+_KEYS_MAX = 65_536
 _ROOM_S = 1.0
 """So long a request waits for the first of its blocks to find room in memory."""
 
@@ -53,7 +54,9 @@ class DiskRequests:
     # ---- answers
 
     async def warm(self, session: Session, request: m.Warm) -> m.Warmed:
-        """Bring blocks into memory, and hold them there if asked to."""
+        """Bring blocks into memory, and hold them there if asked to. Raises UsageError for too many keys."""
+        if len(request.keys) > KEY_BYTES * _KEYS_MAX:
+            raise errors.UsageError(f"{len(request.keys) // KEY_BYTES} keys in one request; the most is {_KEYS_MAX}")
         lease, ttl_ms = 0, 0
         if request.ttl_ms:
             leased = self._store.lease(session.id, m.LeaseKeys(request.keys, request.ttl_ms), time.monotonic_ns())

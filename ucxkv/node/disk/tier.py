@@ -154,7 +154,8 @@ class DiskTier:
         for handle in handles[taken == 0].tolist():
             self.places.free(handle)
         self.recovered += int(taken.sum())
-        return [one for one, is_in in zip(some, taken.tolist(), strict=True) if not is_in]
+        missing = self._store.directory.table.find(b"".join(one.key for one in some)) < 0  # a durable one is in memory
+        return [one for one, is_missing in zip(some, missing.tolist(), strict=True) if is_missing]
 
     # ---- what the datafiles ask and tell
 
