@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import subprocess
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -367,3 +368,48 @@ async def test_drives_are_striped_and_one_may_come_or_go(tmp_path: Path) -> None
         for chain in chains:
             there = (await kv.match(chain)).blocks
             assert (await kv.get_many(chain[:there])).values == [value.tobytes() for value in values[:there]]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 50 MB of its own, mounted."""
+    image, folder = tmp_path / "image", tmp_path / "mounted"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(50_000_000)
+    steps = (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(folder)])
+    for step in steps:
+        try:
+            done = subprocess.run(step, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip(f"there is no {step[0]}")
+        if done.returncode:
+            pytest.skip(f"{step[0]} needs root and loop devices: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+async def test_a_file_system_that_is_full_says_so_and_the_node_goes_on(tmp_path: Path, small_disk: Path) -> None:
+    """Method: 50 MB. More datafiles than there is room for: it stays at those it has, and says so. Datafiles of which
+    not even three have room: refused at the start, with what to do. A full file system under a running node, which is
+    started again there: what it had is served."""
+    chains = [keys(16) for _ in range(40)]
+    async with life(tmp_path, disk=(str(small_disk / "d"),), disk_bytes=64 * MIB) as (_, kv):
+        for n, chain in enumerate(chains):
+            await put_all(kv, chain, blocks(16, BLOCK, seed=n), step=16)
+        report = (await kv.status())[0]
+        assert report.numbers["disk_failed"] == 0 and report.numbers["disk_files_reclaimed"] > 0
+        assert "space" in report.facts["disk"] or "room" in report.facts["disk"]
+        assert (await kv.get_many(chains[-1])).values == [v.tobytes() for v in blocks(16, BLOCK, seed=39)]
+    with pytest.raises(SetupError, match="room for 3"):
+        async with Node(config(tmp_path, disk=(str(small_disk / "large"),), disk_bytes=1 << 30)):
+            pass
+    with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
+    async with life(tmp_path, disk=(str(small_disk / "d"),), disk_bytes=64 * MIB) as (_, kv):
+        assert (await kv.get_many(chains[-1])).values == [v.tobytes() for v in blocks(16, BLOCK, seed=39)]
+        await put_all(kv, keys(16), blocks(16, BLOCK, seed=99), step=16)
+        assert await works(kv)
