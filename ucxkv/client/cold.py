@@ -56,10 +56,14 @@ async def read_cold(link: NodeLink, keys: bytes, pieces: Pieces, status: U8, len
     """
     todo = np.flatnonzero(status == _UNMAPPED)
     sizes = np.maximum(pieces.nbytes[todo], np.uint64(_STEP_BYTES // _STEP_KEYS))
-    steps = iter([todo[begin:end] for begin, end in itertools.pairwise(chunk_bounds(sizes, _STEP_BYTES))])
+    steps = [todo[begin:end] for begin, end in itertools.pairwise(chunk_bounds(sizes, _STEP_BYTES))]
+    if len(steps) == 1:
+        await _read_some(link, keys, pieces, todo, status, lengths, deadline_ns)
+        return
+    ahead = iter(steps)
 
     async def work() -> None:
-        for some in steps:
+        for some in ahead:
             await _read_some(link, keys, pieces, some, status, lengths, deadline_ns)
 
     tasks = [asyncio.ensure_future(work()) for _ in range(_AT_ONCE)]
