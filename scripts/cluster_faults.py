@@ -63,6 +63,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--tasks", type=int, default=3, help="clients in each (default 3)")
     parser.add_argument("--pause-ms", type=float, default=30.0, help="mean pause of a client between calls")
     parser.add_argument("--life-s", type=float, default=20.0, help="how long a chain is worked on")
+    parser.add_argument("--disk-bytes", default="", help="give each node a disk tier of so many bytes (default: none)")
     parser.add_argument("--fill-bytes", type=int, default=32 << 20, help="cache bytes put a second, for eviction")
     parser.add_argument("--no-namespaces", dest="namespaces", action="store_false", help="all on the loopback")
     parser.add_argument("--folder", type=Path, default=None, help="for logs and history; kept then")
@@ -241,6 +242,7 @@ class Run:
             "faults": dict(campaign.faults),
             "operations": found.operations, "unknown": found.unknown, "acknowledged": found.acknowledged,
             "evicted": campaign.evicted,
+            "demoted": campaign.demoted,
             "calls": dict(campaign.counts), "violations": found.violations, "found": dict(found.counts),
             "lost": found.counts["lost"], "wrong": found.counts["wrong"], "holes": found.counts["hole"],
             "failovers": len(times), "failover_p50_s": round(middle, 3),
@@ -260,7 +262,7 @@ class Run:
         print("calls: " + ", ".join(f"{count} {name}" for name, count in sorted(campaign.counts.items())))
         print(
             f"{found.acknowledged} durable puts acknowledged, {found.unknown} operations of unknown outcome, "
-            f"{campaign.evicted} cache blocks evicted; "
+            f"{campaign.evicted} cache blocks evicted, {campaign.demoted} moved to disk; "
             f"{len(times)} shards served again after kill -9: p50 {middle:.2f} s, max {max(times, default=0):.2f} s"
         )
         if self.arguments.rounds:

@@ -168,11 +168,14 @@ class Caller:
                 return False
         return await self.match(chain, deadline_s=4.0) is not None
 
-    async def evicted(self) -> list[tuple[str, int, int]]:
-        """Name, epoch and evicted blocks of each node that answers."""
+    async def evicted(self) -> list[tuple[str, int, int, int]]:
+        """Name, epoch, evicted blocks, and those that left memory for the disk, of each node that answers."""
         kv = await self.client()
         reports = await self._answer(kv.status(deadline_s=2.0), 2.0, "status") if kv is not None else None
-        return [(one.name, one.epoch, int(one.numbers["evicted"])) for one in reports or ()]
+        return [
+            (one.name, one.epoch, int(one.numbers["evicted"]), int(one.numbers["disk_demoted"]))
+            for one in reports or ()
+        ]
 
     async def _answer(self, call: Awaitable[_T], deadline_s: float, what: str) -> _T | None:
         """None: there was no clear answer."""

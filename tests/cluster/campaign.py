@@ -48,7 +48,7 @@ class Campaign:
         self._open.callback(self._events.close)
         self._workers = Workers(self._told)
         self._probes = 0
-        self._evicted: dict[tuple[str, int], int] = {}
+        self._evicted: dict[tuple[str, int], tuple[int, int]] = {}
 
     # ---- making and ending
 
@@ -75,7 +75,7 @@ class Campaign:
             flags += ["--replicas", str(o.replicas), "--cluster-shards", str(o.shards)]
         self.machines = Machines(
             self.folder, o.nodes, in_namespaces=o.namespaces, durability=o.durability, flags=flags,
-            host_bytes=o.host_bytes,
+            host_bytes=o.host_bytes, disk_bytes=o.disk_bytes,
         )  # fmt: skip
         self._open.enter_context(self.machines)
         self.field = Field(self.machines)
@@ -131,7 +131,7 @@ class Campaign:
                 self.note(f"shards: {json.dumps(said['shards'])}")
             self.field.shards = said["shards"]
         elif said["event"] == "evicted":
-            self._evicted.update({(name, epoch): count for name, epoch, count in said["nodes"]})
+            self._evicted.update({(name, epoch): (gone, moved) for name, epoch, gone, moved in said["nodes"]})
         elif said["event"] == "hang":
             self.complain("hang", said["what"])
         else:
@@ -275,7 +275,12 @@ class Campaign:
     @property
     def evicted(self) -> int:
         """Blocks that nodes evicted, as far as they were asked before they died."""
-        return sum(self._evicted.values())
+        return sum(gone for gone, _ in self._evicted.values())
+
+    @property
+    def demoted(self) -> int:
+        """Times that blocks left memory for the disk, told likewise."""
+        return sum(moved for _, moved in self._evicted.values())
 
     @property
     def failovers(self) -> list[float]:

@@ -166,11 +166,19 @@ class NodeMachine:
 class Machines:
     """etcd and the nodes. hosts: None on the loopback; url: the cluster's. `with Machines(...)`.
 
-    flags: further ones of every `ucxkv node`.
+    flags: further ones of every `ucxkv node`. disk_bytes: of a disk tier of each node, "" for none.
     """
 
     def __init__(
-        self, folder: Path, nodes: int, *, in_namespaces: bool, durability: str, flags: Sequence[str], host_bytes: str
+        self,
+        folder: Path,
+        nodes: int,
+        *,
+        in_namespaces: bool,
+        durability: str,
+        flags: Sequence[str],
+        host_bytes: str,
+        disk_bytes: str = "",
     ) -> None:
         self.folder = folder
         self.names = [f"f{os.getpid()}-{chr(ord('a') + at)}" for at in range(nodes)]
@@ -178,6 +186,7 @@ class Machines:
         self._in_namespaces = in_namespaces
         self._durability = durability
         self._flags = [*flags, "--host-bytes", host_bytes]
+        self._disk_bytes = disk_bytes
         self._open = contextlib.ExitStack()
         self.nodes: list[NodeMachine] = []
 
@@ -210,12 +219,17 @@ class Machines:
             argv += ["--listen", address, "--cluster", self.url, "--durability", self._durability, *self._flags]
             if self._durability != "memory":
                 argv += ["--state-dir", str(self._state(name))]
+            if self._disk_bytes:
+                argv += ["--disk", str(self._disk(name)), "--disk-bytes", self._disk_bytes]
             self.nodes.append(NodeMachine(name, place, argv, address, self.folder / f"{name}.log", steps))
         for node in self.nodes:
             node.start()
 
     def _state(self, name: str) -> Path:
         return self.folder / f"state-{name}"
+
+    def _disk(self, name: str) -> Path:
+        return self.folder / f"disk-{name}"
 
     def argv(self, place: str) -> list[str]:
         """What runs a command at this place."""
@@ -249,6 +263,7 @@ class Machines:
             node.close()
         self._open.close()
         for name in self.names:
+            shutil.rmtree(self._disk(name), ignore_errors=True)
             if self._state(name).exists():
                 forget(self._state(name))
                 shutil.rmtree(self._state(name), ignore_errors=True)
