@@ -22,6 +22,7 @@ from ucxkv.errors import (
     Unavailable,
     UsageError,
     ValueTooLarge,
+    VersionConflict,
     VersionMismatch,
 )
 
@@ -47,6 +48,7 @@ def test_branches_of_the_tree_follow_what_the_caller_does_next() -> None:
         DeadlineExceeded: Unavailable,
         Overloaded: Unavailable,
         NotLeader: Unavailable,
+        VersionConflict: StaleError,
         VersionMismatch: SetupError,
         JournalFailed: SetupError,
     }

@@ -47,6 +47,10 @@ LAYERS = {
     "ucxkv.journal.pieces": "cores",
     "ucxkv.client": "client",
     "ucxkv.sequence": "client",
+    "ucxkv.objects": "client",
+    "ucxkv.objects.numbering": "values",
+    "ucxkv.objects.records": "values",
+    "ucxkv.objects.values": "values",
     "ucxkv.sync": "client",
     "ucxkv.client.chunking": "link",  # one node's link and the paths to its memory: a node is a client of others too
     "ucxkv.client.grants": "link",

@@ -40,6 +40,7 @@ from ucxkv.errors import (
     Unavailable,
     UsageError,
     ValueTooLarge,
+    VersionConflict,
     VersionMismatch,
 )
 from ucxkv.foreign import ForeignKeys, Namespace
@@ -80,6 +81,7 @@ __all__ = [
     "Unavailable",
     "UsageError",
     "ValueTooLarge",
+    "VersionConflict",
     "VersionMismatch",
     "View",
     "__version__",

@@ -10,6 +10,7 @@
         Overloaded                   the node refuses work for now
         NotLeader                    the node does not lead the chain's shard (any more)
       StaleError                     what was known is out of date: look up again
+        VersionConflict              the object has another version than the caller expected
       IntegrityError                 the bytes did not prove themselves; the entry is dropped
       SetupError                     an operator must act before it can work
         VersionMismatch              client and node speak different wire versions
@@ -34,6 +35,7 @@ __all__ = [
     "Unavailable",
     "UsageError",
     "ValueTooLarge",
+    "VersionConflict",
     "VersionMismatch",
 ]
 
@@ -146,6 +148,10 @@ class NotLeader(Unavailable):
 
 class StaleError(UcxKvError):
     """A location, lease or epoch is out of date. Look the key up again; the destination's bytes are undefined."""
+
+
+class VersionConflict(StaleError):
+    """The object has another version than the call was to replace; nothing was changed. Get it again, and decide."""
 
 
 class IntegrityError(UcxKvError):

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         View,
     )
     from ucxkv.keys import Keys
+    from ucxkv.objects import BlockingObjects
     from ucxkv.tokens import Token
 
 __all__ = ["HeldLease", "SyncClient", "connect"]
@@ -172,6 +173,13 @@ class SyncClient:
             return self._client.register(array, row_bytes=row_bytes)
 
         return self._run(make())
+
+    @property
+    def objects(self) -> BlockingObjects:
+        """See Client.objects."""
+        from ucxkv.objects import BlockingObjects
+
+        return BlockingObjects(self._run, self._client.objects)
 
     def peers(self) -> list[PeerInfo]:
         """Every known node and the path taken to it."""

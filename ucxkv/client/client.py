@@ -5,6 +5,7 @@ adds the rest.
 from __future__ import annotations
 
 import asyncio
+from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -33,13 +34,14 @@ from ucxkv.keys import Keys, as_key
 from ucxkv.protocol import messages as m
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from types import TracebackType
 
     import numpy.typing as npt
 
     from ucxkv.client.link import NodeLink
     from ucxkv.layout import Layout
+    from ucxkv.objects import Objects
     from ucxkv.sequence import Sequence
     from ucxkv.tokens import Token
 
@@ -250,6 +252,13 @@ class Client(BlockCalls):
         self._check()
         return Sequence(self, layout, token_ids, salt=salt)
 
+    @cached_property
+    def objects(self) -> Objects:
+        """Values under names of the user's, overwritable and versioned; see docs/objects.md."""
+        from ucxkv.objects import Objects
+
+        return Objects(self)
+
     # ---- what operators see
 
     def peers(self) -> list[PeerInfo]:
@@ -300,20 +309,37 @@ class Client(BlockCalls):
         self._check()
         if limit < 0:
             raise errors.UsageError(f"limit={limit}; pass 0 or more")
-        deadline_ns = self._deadline(deadline_s)
         out: list[KeyInfo] = []
+        async for name, page in self._key_pages(self._deadline(deadline_s)):
+            lengths = np.frombuffer(page.lengths, np.uint32).tolist()[: limit - len(out)]
+            for i, nbytes in enumerate(lengths):
+                out.append(KeyInfo(page.keys[16 * i : 16 * i + 16], nbytes, page.tiers[i], page.parts[i], name))
+            if len(out) >= limit:
+                break
+        return out
+
+    async def find_keys(self, prefix: bytes, *, deadline_s: float | None = None) -> list[bytes]:
+        """The keys of all visible blocks whose first bytes are these, each once, in no particular order; blocks put or
+        removed meanwhile may be missing. Looks through all keys of all nodes; prefix: at most 16 bytes.
+        """
+        self._check()
+        wanted = np.frombuffer(prefix, np.uint8)
+        found: dict[bytes, None] = {}
+        async for _, page in self._key_pages(self._deadline(deadline_s)):
+            rows = np.frombuffer(page.keys, np.uint8).reshape(-1, 16)
+            fits = (rows[:, : len(wanted)] == wanted).all(axis=1)
+            found.update((row.tobytes(), None) for row in rows[fits])
+        return list(found)
+
+    async def _key_pages(self, deadline_ns: int) -> AsyncIterator[tuple[str, m.KeyPage]]:
+        """All visible blocks of all reachable nodes, page by page, with the node's name."""
         for link in list(self._router.links.values()):
             cursor = 0
-            while cursor >= 0 and len(out) < limit:
-                page = await link.ask(m.ListKeys(cursor=cursor, limit=min(_LIST_PAGE, limit - len(out))), deadline_ns)
+            while cursor >= 0:
+                page = await link.ask(m.ListKeys(cursor=cursor, limit=_LIST_PAGE), deadline_ns)
                 assert isinstance(page, m.KeyPage)
-                lengths = np.frombuffer(page.lengths, np.uint32).tolist()
-                for i, nbytes in enumerate(lengths):
-                    out.append(
-                        KeyInfo(page.keys[16 * i : 16 * i + 16], nbytes, page.tiers[i], page.parts[i], link.name)
-                    )
+                yield link.name, page
                 cursor = page.next_cursor
-        return out
 
     # ---- the end
 
