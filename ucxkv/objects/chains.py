@@ -29,7 +29,7 @@ from ucxkv.objects.records import NO_BODY, STAMP_BYTES, Body, Header, Root, head
 if TYPE_CHECKING:
     from ucxkv.client.client import Client
 
-__all__ = ["Chains", "Claim", "Position"]
+__all__ = ["Chains", "Claim", "Position", "Removal"]
 
 _HINTS_MAX: Final = 4096
 _BUSY_S: Final = 0.005
@@ -41,6 +41,17 @@ class Claim(enum.Enum):
     OURS = enum.auto()
     LOST = enum.auto()
     """Somebody else has it, or what was current is no more: locate again."""
+
+
+class Removal(enum.Enum):
+    """What became of a removal."""
+
+    DONE = enum.auto()
+    OVERTAKEN = enum.auto()
+    """There is another version, or another one removed it: locate again."""
+    UNCLEAR = enum.auto()
+    """The version is gone, its root is not: for a next version, or for what a writer left that was killed. Locate
+    again: if there is no version then, this has removed the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,21 +217,31 @@ class Chains:
         keys = [root_key(at.name), *header_keys(at.life, [*above, at.number] if at.number else above)]
         first, *others = await self.look(keys, keys[0], deadline_ns)
         closing, base = others[: len(above)], others[len(above) :]
-        own = header_key(at.life, header.number)
-        if any(one is not None for one in closing):
-            if _closed_stamp(closing[0], above[0], header.number) == header.body.stamp:
-                return False
-            await self._client.delete([own], deadline_s=left_s(deadline_ns))
-            return True
+        is_closed = any(one is not None for one in closing)
+        if closing and closing[0] is not None:
+            return await self._is_taken(at.life, header, closing[0], above[0], deadline_ns)
         is_followed = all(one is None or Header.from_bytes(one) == at.header for one in base)
-        if is_followed and first is not None and _root(first, at.name).life == at.life:
+        if not is_closed and is_followed and first is not None and _root(first, at.name).life == at.life:
             return False
-        # It stands on another life's root, or another version. If it is not there to be taken back, it went with all of
-        # its life, or was evicted; if it cannot be, somebody has followed it: it was a version either way.
-        (status,) = await self._client.delete([own], deadline_s=left_s(deadline_ns))
+        # Its run was cleared, and what closed that too; or it stands on another life's root, or on another version. Had
+        # it been a version it would have been removed with its run, or its life, or be followed by another: then it is
+        # not there to be taken back, or cannot be.
+        return await self._take_back(at.life, header, deadline_ns) is DeleteStatus.DELETED
+
+    async def _is_taken(self, life: bytes, header: Header, closing: bytes, number: int, deadline_ns: int) -> bool:
+        """The same, where the header of the version `number`, which closed the run, is still there."""
+        closed, above = numbering.closed_numbers(number), Header.from_bytes(closing)
+        stamps = dict(zip(closed, above.closed, strict=False)) if above is not None else {}
+        if stamps.get(header.number) == header.body.stamp:
+            return False
+        await self._take_back(life, header, deadline_ns)
+        return True
+
+    async def _take_back(self, life: bytes, header: Header, deadline_ns: int) -> DeleteStatus:
+        (status,) = await self._client.delete([header_key(life, header.number)], deadline_s=left_s(deadline_ns))
         if status == DeleteStatus.UNAVAILABLE:
             raise errors.Unavailable("a node does not answer, and the object may have been put or not")
-        return bool(status == DeleteStatus.DELETED)
+        return DeleteStatus(int(status))
 
     # ---- what may go
 
@@ -232,22 +253,28 @@ class Chains:
             return
         keys, root, step = header_keys(at.life, closed), root_key(at.name), numbering.RADIX - 1
         if (await self._client.exists_many(keys[::step], root=root, deadline_s=left_s(deadline_ns))).any():
-            await self._client.delete(keys, deadline_s=left_s(deadline_ns))
+            status = await self._client.delete(keys, deadline_s=left_s(deadline_ns))
+            if (status == DeleteStatus.UNAVAILABLE).any():
+                raise errors.Unavailable("a node does not answer; nothing was put")
 
-    async def remove(self, at: Position, deadline_ns: int) -> bool:
-        """Remove a life that has a version: root and headers, in one step. False: it has gone on meanwhile.
+    async def remove(self, at: Position, deadline_ns: int) -> Removal:
+        """Remove a life that has a version, root and headers, in one step; not what was put since `at`.
 
-        Raises Unavailable when that cannot be known.
+        Raises Unavailable when it cannot be known whether it was removed.
         """
         assert at.life is not None and at.header is not None
         root = root_key(at.name)
-        numbers = await self._all_numbers(root, at.life, deadline_ns)
-        keys = [header_key(at.life, at.number), root, *header_keys(at.life, [n for n in numbers if n != at.number])]
-        status = await self._client.delete(keys, deadline_s=left_s(deadline_ns))
+        numbers = {n for n in await self._all_numbers(root, at.life, deadline_ns) if n < at.number}
+        above = numbering.parent(at.number + 1) if at.number < numbering.LAST else 0
+        order = [at.number, *sorted(numbers, reverse=True)]
+        status = await self._client.delete([*header_keys(at.life, order), root], deadline_s=left_s(deadline_ns))
         self._hints.pop(at.name, None)
         if (status == DeleteStatus.UNAVAILABLE).any():
             raise errors.Unavailable(f"{at.name!r}: a node does not answer, and it may have been deleted or not")
-        return bool(status[0] == DeleteStatus.DELETED)
+        pivot = status[order.index(above)] if above in order else status[-1]  # what the next version would hang on
+        if pivot == DeleteStatus.DELETED:
+            return Removal.DONE
+        return Removal.UNCLEAR if status[0] == DeleteStatus.DELETED else Removal.OVERTAKEN
 
     async def _all_numbers(self, root: bytes, life: bytes, deadline_ns: int) -> list[int]:
         """Of all headers that are there, also of those that no version needs."""
@@ -262,19 +289,6 @@ class Chains:
             bases = [number for number, is_there in zip(numbers, seen.tolist(), strict=True) if is_there]
             found += bases
         return found
-
-
-def _closed_stamp(raw: bytes | None, closing: int, number: int) -> bytes:
-    """The stamp of the version `number`, as the header of the one that closed its run has it.
-
-    Raises Unavailable where that header has gone, cleared by a version far behind it.
-    """
-    header, closed = Header.from_bytes(raw) if raw is not None else None, numbering.closed_numbers(closing)
-    if header is None or len(header.closed) != len(closed):
-        raise errors.Unavailable(
-            "so many versions were put meanwhile that nobody knows whether this one was among them; look at the object"
-        )
-    return header.closed[closed.index(number)]
 
 
 def _root(raw: bytes, name: str) -> Root:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from ucxkv import errors
 from ucxkv.objects.bodies import Bodies, left_s
-from ucxkv.objects.chains import Chains, Claim, Position
+from ucxkv.objects.chains import Chains, Claim, Position, Removal
 from ucxkv.objects.records import (
     NO_BODY,
     ROOT_PREFIX,
@@ -205,17 +205,23 @@ class Objects:
         """
         name = checked_name(name)
         deadline_ns = self._deadline(deadline_s, 0)
+        removed: Body | None = None
         while True:
             at = await self._chains.locate(name, deadline_ns)
+            if at.header is None and removed is not None:
+                await self._bodies.remove(removed, deadline_ns)
+                return True
             if if_version is not None:
                 await self._check(at, if_version, deadline_ns)
             if at.header is None:
                 return False
             seal = await self._seal(at, deadline_ns)
             await self._clear(at, deadline_ns)
-            if await self._chains.remove(at, deadline_ns):
+            outcome = await self._chains.remove(at, deadline_ns)
+            if outcome is Removal.DONE:
                 await self._bodies.remove(at.body, deadline_ns)
                 return seal is not None
+            removed = at.body if outcome is Removal.UNCLEAR and seal is not None else None
 
     async def sweep(self, *, older_than_s: float = 3600.0, deadline_s: float | None = None) -> int:
         """Remove durable values, and others, that are no object's: what writers left that were killed between storing a
