@@ -184,8 +184,8 @@ async def test_a_writer_that_slept_through_a_deletion_loses(small_chains: tuple[
 
 
 async def test_a_put_cancelled_anywhere_leaves_the_old_value_or_the_new_one(node: NodeProcess) -> None:
-    """Goal: cancellation is safe. Method: puts are cancelled after 0, 1, 2 ... turns of the loop, until one ends before;
-    each time the object is a value that was put, whole, none older than the one before; what is left is swept away."""
+    """Goal: cancellation is safe. Method: puts are cancelled after 0, 1, 2 ... turns of the loop, until one ends before
+    that; each time the object is a value that was put, whole, none older than the last; what is left is swept away."""
     nbytes = 2 * BODY_BLOCK_BYTES
     async with ucxkv.connect(node.address) as kv, ucxkv.connect(node.address) as other:
         await kv.objects.put("x", np.full(nbytes // 8, -1))
