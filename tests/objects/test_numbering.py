@@ -18,9 +18,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def use_small_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """See `small`."""
-    for name, value in (("RADIX", 3), ("LEVELS", 4), ("LAST", 3**4 - 1)):
+def use_small_numbers(monkeypatch: pytest.MonkeyPatch, levels: int = 4) -> None:
+    """Base 3."""
+    for name, value in (("RADIX", 3), ("LEVELS", levels), ("LAST", 3**levels - 1)):
         monkeypatch.setattr(nb, name, value)
 
 

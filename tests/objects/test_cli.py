@@ -1,0 +1,79 @@
+"""`ucxkv object`: what a shell script meets."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.harness import NodeProcess
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A node's."""
+    with NodeProcess("object-cli") as node:
+        yield node.address
+
+
+def run(address: str, *arguments: str, data: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    """One command."""
+    words = [sys.executable, "-m", "ucxkv", "object", *arguments, "--address", address]
+    return subprocess.run(words, input=data, capture_output=True, timeout=60)
+
+
+def test_objects_go_in_and_out_through_the_command(address: str, tmp_path: Path) -> None:
+    """Goal: put, get, stat, list and delete agree. Method: bytes by pipe and file, an expectation that holds, one that
+    does not, and one of absence."""
+    done = run(address, "put", "docs/a", "--json", data=b"one")
+    first = json.loads(done.stdout)
+    assert done.returncode == 0 and first["bytes"] == 3 and first["version"].startswith("1-")
+    file = tmp_path / "value"
+    file.write_bytes(bytes(range(256)) * 10_000)
+    assert run(address, "put", "docs/a", str(file), "--if-version", first["version"]).returncode == 0
+    done = run(address, "put", "docs/a", "--if-version", first["version"], data=b"late")
+    assert done.returncode == 1 and b"version 2-" in done.stderr and done.stdout == b""
+    assert run(address, "put", "docs/a", "--if-version", "absent", data=b"late").returncode == 1
+    assert run(address, "get", "docs/a").stdout == file.read_bytes()
+    assert run(address, "get", "docs/a", "-o", str(tmp_path / "copy")).returncode == 0
+    assert (tmp_path / "copy").read_bytes() == file.read_bytes()
+    info = json.loads(run(address, "stat", "docs/a", "--json").stdout)
+    assert (info["kind"], info["bytes"], info["shape"], info["durable"]) == ("bytes", 2_560_000, [], False)
+    run(address, "put", "other", data=b"x")
+    listed = [json.loads(line) for line in run(address, "list", "docs/", "--json").stdout.splitlines()]
+    assert listed == [info] and b"docs/a  2-" in run(address, "list").stdout
+    assert run(address, "sweep").stdout == b"0 values removed\n"
+    assert run(address, "delete", "docs/a", "--if-version", first["version"]).returncode == 1
+    assert run(address, "delete", "docs/a").stdout == b"docs/a DELETED\n"
+    assert [run(address, word, "docs/a").returncode for word in ("delete", "get", "stat")] == [1, 1, 1]
+
+
+def test_arrays_go_in_and_out_as_npy_files(address: str) -> None:
+    """Goal: numpy users need no program. Method: a .npy file in, the same array out; other files are refused."""
+    value = np.random.default_rng(1).standard_normal((30, 40)).astype("f4")
+    file = io.BytesIO()
+    np.save(file, value)
+    assert run(address, "put", "array", "--npy", data=file.getvalue()).returncode == 0
+    info = json.loads(run(address, "stat", "array", "--json").stdout)
+    assert (info["kind"], info["dtype"], info["shape"]) == ("numpy", "<f4", [30, 40])
+    assert np.array_equal(np.load(io.BytesIO(run(address, "get", "array", "--npy").stdout)), value)
+    assert run(address, "get", "array").stdout == value.tobytes()
+    done = run(address, "put", "array", "--npy", data=b"no such file")
+    assert done.returncode == 2 and b"no .npy file" in done.stderr and b"Traceback" not in done.stderr
+    run(address, "put", "array", data=b"bytes")
+    assert run(address, "get", "array", "--npy").returncode == 2
+
+
+@pytest.mark.parametrize(
+    "arguments", [("put", "", "-"), ("get", ""), ("put", "x", "/does/not/exist"), ("put", "x", "--if-version", "7")]
+)
+def test_a_wrong_call_is_one_line_and_exit_code_2(address: str, arguments: tuple[str, ...]) -> None:
+    """Goal: no traceback. Method: names, files and versions that are none."""
+    done = run(address, *arguments, data=b"x")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and done.stdout == b""
