@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from ucxkv import errors
+from ucxkv.buffers import Pieces, as_source
 from ucxkv.client.results import DeleteStatus, PutStatus, ReadStatus
 from ucxkv.ids import KEY_BYTES
 from ucxkv.transport.base import remaining_s
@@ -23,7 +24,6 @@ from ucxkv.transport.base import remaining_s
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from ucxkv.buffers import Pieces
     from ucxkv.client.client import Client
     from ucxkv.keys import KeyArray
     from ucxkv.objects.records import Body, Seal
@@ -55,15 +55,22 @@ class Bodies:
         there then (`discard`).
         """
         keys = seal.body.keys()
+        sealed = _followed_by(pieces, seal.to_bytes())
+        first = sealed if not seal.is_durable else pieces  # of class cache: the seal goes along with the last blocks
         done = 0
         for _ in range(_RESUMES_MAX):
-            if await self._put_from(done, keys, pieces, deadline_ns) and await self._seal(seal, keys, deadline_ns):
+            is_in = await self._put_run(done, keys, first, deadline_ns)
+            if is_in and seal.is_durable:
+                is_in = await self._put_run(len(pieces), keys, sealed, deadline_ns, durable=True)
+            if is_in:
                 return
             done = (await self._client.match(keys[: len(pieces)], deadline_s=left_s(deadline_ns))).blocks
         raise errors.Overloaded(f"{seal.name!r}: its first blocks were evicted again and again before its last were in")
 
-    async def _put_from(self, done: int, keys: KeyArray, pieces: Pieces, deadline_ns: int) -> bool:
-        """Put the blocks from `done` on; False: one that was there was evicted meanwhile."""
+    async def _put_run(
+        self, done: int, keys: KeyArray, pieces: Pieces, deadline_ns: int, *, durable: bool = False
+    ) -> bool:
+        """Put the blocks from `done` on, as many as there are pieces; False: one above them was evicted meanwhile."""
         for begin in range(done, len(pieces), _BATCH_BLOCKS):
             end = min(begin + _BATCH_BLOCKS, len(pieces))
             above = np.zeros((end - begin, KEY_BYTES), np.uint8)
@@ -71,17 +78,12 @@ class Bodies:
             if begin:
                 above[0] = keys[begin - 1]
             run = pieces.run(begin, end)
-            result = await self._client.put_many(keys[begin:end], run, above, deadline_s=left_s(deadline_ns))
+            result = await self._client.put_many(
+                keys[begin:end], run, above, durable=durable, deadline_s=left_s(deadline_ns)
+            )
             if not _is_in(result.status):
                 return False
         return True
-
-    async def _seal(self, seal: Seal, keys: KeyArray, deadline_ns: int) -> bool:
-        above = keys[-2].tobytes() if len(keys) > 1 else None
-        status = await self._client.put(
-            seal.body.seal_key, seal.to_bytes(), above, durable=seal.is_durable, deadline_s=left_s(deadline_ns)
-        )
-        return _is_in(np.array([status], np.uint8))
 
     async def read(self, body: Body, pieces: Pieces, deadline_ns: int) -> bool:
         """Read a whole body into `pieces`, borrowed; False: it is not there any more, and what was read is undefined.
@@ -112,6 +114,14 @@ class Bodies:
             await self.remove(body, time.monotonic_ns() + int(within_s * 1e9))
         except errors.UcxKvError:
             return
+
+
+def _followed_by(pieces: Pieces, raw: bytes) -> Pieces:
+    """The same pieces, and one more."""
+    last = as_source(raw)
+    addr, length = np.concatenate([pieces.addr, last.addr]), np.concatenate([pieces.length, last.length])
+    first = np.arange(len(addr) + 1, dtype=np.uint32)
+    return Pieces(first, addr, length, length, (*pieces.keepalive, *last.keepalive), writable=False)
 
 
 def _is_in(status: npt.NDArray[np.uint8]) -> bool:
