@@ -16,8 +16,8 @@ from tests.harness import NodeProcess, wait_until
 from tests.integration.durable_nodes import Lives, lives
 from tests.objects.killed import STEPS, killed_put
 from ucxkv.objects import ABSENT
-from ucxkv.objects.chains import Chains
-from ucxkv.objects.records import BODY_BLOCK_BYTES, header_key, root_key
+from ucxkv.objects.chains import Chains, Claim
+from ucxkv.objects.records import BODY_BLOCK_BYTES, Body, header_key, root_key
 from ucxkv.objects.store import StoredObject
 
 MIB = 1 << 20
@@ -55,6 +55,38 @@ async def test_without_its_newest_header_an_object_is_a_miss(node: NodeProcess) 
         await evict_header(kv, "x")
         assert await kv.objects.put("x", b"once more")
         assert value_of(await kv.objects.get("x")) == b"once more"
+
+
+async def test_what_a_killed_writer_did_not_remove_is_removed_by_the_next(
+    node: NodeProcess,
+) -> None:
+    """Goal: the invariant behind "never an old value", when nobody is left to tidy up. Method: a writer dies before it
+    removes version 1; version 3 is put; then the headers of 3 and 2 go, so that 1 is the newest: a miss."""
+    async with ucxkv.connect(node.address) as kv:
+        await kv.objects.put("x", b"old")
+        killed_put(node.address, "x", b"\2", "claimed")
+        await kv.objects.put("x", b"newest")
+        await evict_header(kv, "x")
+        assert await kv.objects.get("x") is None
+        await evict_header(kv, "x")
+        assert await kv.objects.get("x") is None
+
+
+async def test_a_writer_that_slept_while_its_version_was_evicted_loses(node: NodeProcess) -> None:
+    """Goal: a number that is given again after an eviction is another version. Method: a writer sees version 3; its
+    header goes, another version 3 is put; the writer's claim on 4 is lost, and nothing of it stays."""
+    async with ucxkv.connect(node.address) as kv:
+        for number in range(1, 4):
+            await kv.objects.put("x", b"%d" % number)
+        at = await Chains(kv).locate("x", time.monotonic_ns() + 10**10)
+        await evict_header(kv, "x")
+        again = await kv.objects.put("x", b"again")
+        claim, _ = await Chains(kv).claim(
+            at, Body(os.urandom(16), 1), durable=False, deadline_ns=time.monotonic_ns() + 10**10
+        )
+        found = await kv.objects.get("x")
+        assert claim is Claim.LOST and at.number == again.number == 3
+        assert found is not None and (found.value, found.info.version) == (b"again", again)
 
 
 async def test_without_a_block_of_its_body_an_object_is_a_miss(node: NodeProcess) -> None:

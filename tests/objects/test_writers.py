@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import secrets
+import time
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ import ucxkv
 from tests.harness import NodeProcess
 from tests.objects.test_numbering import use_small_numbers
 from ucxkv.objects import ABSENT, Version
-from ucxkv.objects.chains import Chains, Claim, Position
-from ucxkv.objects.records import BODY_BLOCK_BYTES, Body
+from ucxkv.objects.chains import Chains, Claim, Position, Removal
+from ucxkv.objects.records import BODY_BLOCK_BYTES, Body, root_key
 
 PATHS = ("mapped", "message", "network")
 
@@ -140,8 +141,6 @@ async def late_claim(chains: Chains, at: Position) -> Claim:
 
 def deadline() -> int:
     """Half a minute from now."""
-    import time
-
     return time.monotonic_ns() + 30_000_000_000
 
 
@@ -181,6 +180,32 @@ async def test_a_writer_that_slept_through_a_deletion_loses(small_chains: tuple[
         info = await kv.objects.stat("x")
         assert info is not None and info.version == version and version.number == number
     assert await kv.objects.delete("x") and await kv.list_keys() == []
+
+
+async def test_a_removal_takes_nothing_that_was_put_since(small_chains: tuple[ucxkv.Client, Chains]) -> None:
+    """Goal: a delete is of the version that it saw. Method: for each of 30 versions, a removal that saw the one before
+    it, with a next version below it or beside it: it does not say that it is done, and the newest is there."""
+    kv, chains = small_chains
+    await kv.objects.put("x", b"1")
+    for number in range(2, 31):
+        at = await Chains(kv).locate("x", deadline())
+        version = await kv.objects.put("x", b"%d" % number)
+        assert await chains.remove(at, deadline()) is not Removal.DONE
+        found = await kv.objects.get("x")
+        assert found is not None and (found.value, found.info.version) == (b"%d" % number, version)
+    assert await kv.objects.delete("x") and await kv.list_keys() == []
+
+
+async def test_an_object_is_deleted_though_a_killed_writer_left_a_header_of_another_life(node: NodeProcess) -> None:
+    """Goal: garbage below a root is in nobody's way. Method: a header of a life that is over lies below the root; the
+    object is deleted, is a miss, and can be put and deleted again."""
+    async with ucxkv.connect(node.address) as kv:
+        version = await kv.objects.put("x", b"1")
+        await kv.put(os.urandom(16), b"of another life", parent=root_key("x"))
+        assert await kv.objects.delete("x", if_version=version)
+        assert await kv.objects.get("x") is None and not await kv.objects.delete("x")
+        assert (await kv.objects.put("x", b"2", if_version=ABSENT)).number == 1
+        assert await kv.objects.delete("x") and await kv.objects.list() == []
 
 
 async def test_a_put_cancelled_anywhere_leaves_the_old_value_or_the_new_one(node: NodeProcess) -> None:

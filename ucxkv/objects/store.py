@@ -193,9 +193,11 @@ class Objects:
             async with turns:
                 return await self.stat(name, deadline_s=left_s(deadline_ns))
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(name)) for name in sorted(names)]
-        return [info for task in tasks if (info := task.result()) is not None]
+        found = await asyncio.gather(*(one(name) for name in sorted(names)), return_exceptions=True)
+        for info in found:
+            if isinstance(info, BaseException):
+                raise info
+        return [info for info in found if isinstance(info, ObjectInfo)]
 
     async def delete(self, name: str, *, if_version: Version | None = None, deadline_s: float | None = None) -> bool:
         """Remove an object, all of it; whether there was one.
