@@ -251,9 +251,9 @@ class Chains:
         closed = numbering.closed_numbers(base) if base else []
         if not closed or at.life is None:
             return
-        keys, root, step = header_keys(at.life, closed), root_key(at.name), numbering.RADIX - 1
-        if (await self._client.exists_many(keys[::step], root=root, deadline_s=left_s(deadline_ns))).any():
-            status = await self._client.delete(keys, deadline_s=left_s(deadline_ns))
+        firsts, root = header_keys(at.life, closed[:: numbering.RADIX - 1]), root_key(at.name)
+        if (await self._client.exists_many(firsts, root=root, deadline_s=left_s(deadline_ns))).any():
+            status = await self._client.delete(header_keys(at.life, closed), deadline_s=left_s(deadline_ns))
             if (status == DeleteStatus.UNAVAILABLE).any():
                 raise errors.Unavailable("a node does not answer; nothing was put")
 
