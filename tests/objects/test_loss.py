@@ -15,6 +15,7 @@ import ucxkv
 from tests.harness import NodeProcess, wait_until
 from tests.integration.durable_nodes import Lives, lives
 from tests.objects.killed import STEPS, killed_put
+from ucxkv.node import Node, NodeConfig
 from ucxkv.objects import ABSENT
 from ucxkv.objects.chains import Chains, Claim
 from ucxkv.objects.records import BODY_BLOCK_BYTES, Body, header_key, root_key
@@ -129,6 +130,27 @@ async def test_under_memory_pressure_a_get_is_the_newest_value_or_a_miss(path: s
             for info in await kv.objects.list():
                 assert info.nbytes == len(latest[info.name])
             assert (await kv.status())[0].evicted > 100
+
+
+async def test_a_body_is_evicted_before_the_header_that_names_it() -> None:
+    """Goal: an eviction frees what an object loses by it. Method: the order of the policy's leaves after puts, and
+    after gets; a header comes later than its seal."""
+    async with Node(NodeConfig(name="n", listen="127.0.0.1:0", host_bytes=64 << 20)) as node:
+        async with ucxkv.connect(node.address) as kv:
+            for _ in range(2):
+                for name in ("a", "b"):
+                    await kv.objects.put(name, b"value")
+            for read in ((), ("b",), ("a", "b"), ("a",)):
+                for name in read:
+                    assert await kv.objects.get(name) is not None
+                await kv.status()  # what was read is reported before
+                directory = node.store.directory
+                leaves = [directory.words.key(slot) for slot in directory.policy.leaves()]
+                for name in ("a", "b"):
+                    at = await Chains(kv).locate(name, time.monotonic_ns() + 10**10)
+                    assert at.life is not None
+                    seal, header = (leaves.index(key) for key in (at.body.seal_key, header_key(at.life, at.number)))
+                    assert seal < header
 
 
 async def test_a_value_larger_than_the_node_is_refused_and_leaves_the_old_one() -> None:

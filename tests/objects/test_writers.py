@@ -215,7 +215,7 @@ async def test_a_put_cancelled_anywhere_leaves_the_old_value_or_the_new_one(node
     async with ucxkv.connect(node.address) as kv, ucxkv.connect(node.address) as other:
         await kv.objects.put("x", np.full(nbytes // 8, -1))
         before, cancelled = -1, 0
-        for turns in itertools.count():
+        for turns in itertools.accumulate(itertools.count(), lambda turns, step: turns + 1 + step // 24):
             task = asyncio.create_task(kv.objects.put("x", np.full(nbytes // 8, turns)))
             for _ in range(turns):
                 await asyncio.sleep(0)
