@@ -234,14 +234,6 @@ class Client(BlockCalls):
             out[missing] = DeleteStatus.UNAVAILABLE
         return out
 
-    def touch(self, keys: Keys) -> None:
-        """Say that these blocks were used, in this order, to the likeliest holder of the first: reads do so by
-        themselves. Reported soon and together with others, or, under pressure, not at all.
-        """
-        rows = self._keys(keys)
-        for link in self.links_for(rows)[:1]:
-            link.touch(rows.tobytes())
-
     # ---- memory, sequences
 
     def register(self, array: object, *, row_bytes: int | None = None) -> RegisteredBuffer:

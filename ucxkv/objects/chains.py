@@ -148,13 +148,6 @@ class Chains:
                 assert result.values is not None
                 return result.values
 
-    def used(self, at: Position) -> None:
-        """The current version was read. Its header was read before its body, and is to be evicted after it: without its
-        header a body is of no use to anybody, and only takes room.
-        """
-        if at.life is not None:
-            self._client.touch([root_key(at.name), header_key(at.life, at.number)])
-
     # ---- the next version
 
     async def claim(self, at: Position, body: Body, *, durable: bool, deadline_ns: int) -> tuple[Claim, Header]:

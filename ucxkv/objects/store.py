@@ -161,7 +161,6 @@ class Objects:
                 value, memory = destination(seal, into)
                 until_ns = self._deadline(deadline_s, seal.body.nbytes) if deadline_s is None else deadline_ns
                 if await self._bodies.read(seal.body, memory.pieces, until_ns):
-                    self._chains.used(at)
                     return StoredObject(value, _info(seal, at.header.version))
             if at.header is None or at.header.version == missing:
                 return None  # nobody has overwritten it: what is missing was evicted
