@@ -19,6 +19,7 @@ from ucxkv import DeleteStatus, PutStatus
 from ucxkv.directory import ReadStatus
 from ucxkv.errors import SetupError
 from ucxkv.node import Node, NodeConfig
+from ucxkv.node.state import forget
 
 MIB = 1 << 20
 BLOCK = 256 << 10
@@ -119,11 +120,14 @@ async def test_a_deleted_block_does_not_come_back(tmp_path: Path) -> None:
             assert await kv.get(chain[20]) == values[0].tobytes()
 
 
-async def test_a_durable_put_below_blocks_on_disk_makes_them_durable(tmp_path: Path) -> None:
+async def test_a_durable_put_below_blocks_on_disk_makes_them_durable(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Goal: class durable does not care where its ancestors lie. Method: a cold chain; a durable put below it, and of a
     cold block itself; both kinds come back after kill -9, durable ones into memory."""
     chain, values = keys(60), blocks(60, BLOCK, seed=8)
     flags = {"durability": "process", "state_dir": str(tmp_path / "state")}
+    request.addfinalizer(lambda: forget(tmp_path / "state"))
     with process(tmp_path, **flags) as node:
         async with ucxkv.connect(node.address) as kv:
             await put_all(kv, chain, values)
@@ -143,9 +147,6 @@ async def test_a_durable_put_below_blocks_on_disk_makes_them_durable(tmp_path: P
             assert (await kv.get_many(chain, into)).hits == 60 and (into == values).all()
             assert await kv.get(below) == values[0].tobytes()
         node.stop()
-    from ucxkv.node.state import forget
-
-    forget(tmp_path / "state")
 
 
 async def test_leases_and_views_bring_blocks_into_memory_and_keep_them_there(tmp_path: Path) -> None:
@@ -201,6 +202,22 @@ async def test_warm_is_a_hint_that_brings_back_what_has_room(tmp_path: Path) -> 
         assert await kv.warm(keys(4)) == 0
         assert 0 < await kv.warm(chain) <= 60
         assert (await kv.match(chain)).blocks == 60
+
+
+async def test_a_long_block_comes_back_although_what_is_free_lies_in_small_pieces(tmp_path: Path) -> None:
+    """Method: memory full of small blocks, of which every other one is deleted: enough is free, and nowhere enough for
+    a block of 1 MiB that is on disk; it is read all the same, again and again."""
+    (long,) = keys(1)
+    (value,) = blocks(1, MIB, seed=16)
+    async with life(tmp_path) as (_, kv):
+        assert await kv.put(long, value) is PutStatus.STORED
+        for n in range(6):
+            small = keys(600)
+            values = blocks(600, 12 << 10, seed=n)
+            assert (await kv.put_many(small, values)).ok
+            await kv.delete(small[::2])
+            got = np.zeros(MIB, np.uint8)
+            assert await kv.get(long, got, deadline_s=5) == MIB and (got == value).all()
 
 
 async def test_a_small_disk_is_used_again_and_no_prefix_has_a_hole(tmp_path: Path) -> None:

@@ -159,7 +159,10 @@ class HostStore:
         """An extent for a value that comes back from disk, the caller's; -1: none now, but soon."""
         offsets = self.slabs.allocate(max(1, nbytes), 1)
         if not offsets:
-            self.evict(max(nbytes, self.space.free_target), now_ns)
+            needed = self.slabs.class_bytes(max(1, nbytes))
+            if not self.leaving_bytes() and self.slabs.free_bytes >= needed:
+                needed += self.slabs.free_bytes  # what is free lies in pieces too small for this class
+            self.evict(max(needed, self.space.free_target), now_ns)
             offsets = self.slabs.allocate(max(1, nbytes), 1)
         elif self.space.is_low:
             self.evict(self.space.free_target, now_ns)
