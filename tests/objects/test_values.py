@@ -51,7 +51,11 @@ def test_an_array_comes_back_as_it_was(value: np.ndarray) -> None:
     assert again.dtype == value.dtype and again.shape == value.shape and memory.nbytes == value.nbytes
 
 
-@pytest.mark.parametrize("value", [b"", b"abc", bytearray(9), memoryview(b"xy"), array.array("d", [1, 2])], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [b"", b"abc", bytearray(9), memoryview(b"xy"), array.array("d", [1, 2])],
+    ids=lambda value: f"{type(value).__name__}{len(value)}",
+)
 def test_bytes_are_bytes(value: Any) -> None:
     """Goal: whatever has a buffer is a value. Method: describe; its bytes, in new memory of that size."""
     what = described(value)
