@@ -196,13 +196,15 @@ static void *reader_thread(void *arg) {
         for (unsigned i = 0; i < SHARED_KEYS; i++) {
             if (!found[i]) continue;
             CHECK(!memcmp(copies[i].key, keys + 16 * i, 16) && copies[i].length == VALUE && copies[i].version % 2 == 0);
-            CHECK(copies[i].offset % VALUE == 0 && copies[i].offset < PLACES * VALUE);
+            if (copies[i].region) CHECK(copies[i].region == 0xFFFF && copies[i].offset == 7 && copies[i].tier == 2);
+            else CHECK(copies[i].offset % VALUE == 0 && copies[i].offset < 2 * PLACES * VALUE && copies[i].tier == 1);
         }
         slots_match(&s->f.r, SHARED_KEYS, keys);
         slots_exists(&s->f.r, SHARED_KEYS, keys, found);
         slots_read(&s->f.r, &s->region, 1, SHARED_KEYS, keys, first, iov, status, lengths, generations, NULL);
         for (unsigned i = 0; i < SHARED_KEYS; i++) {
-            CHECK(status[i] == KV_HIT || status[i] == KV_MISS || status[i] == KV_STALE || status[i] == KV_CORRUPT);
+            CHECK(status[i] == KV_HIT || status[i] == KV_MISS || status[i] == KV_STALE || status[i] == KV_CORRUPT ||
+                  status[i] == KV_UNMAPPED);
             me->stale += status[i] == KV_STALE;
             me->corrupt += status[i] == KV_CORRUPT;
             if (status[i] != KV_HIT) continue;
@@ -214,10 +216,20 @@ static void *reader_thread(void *arg) {
     return NULL;
 }
 
+/* A value goes to its other home, perhaps by way of a region that nobody maps; the home it leaves is written over at once. */
+static void move_value(kv_writer *w, int32_t slot, uint8_t *from, uint8_t *to, uint64_t offset, int is_far) {
+    memcpy(to, from, VALUE);
+    if (is_far) CHECK(!slots_move(w, (uint32_t)slot, 0xFFFF, 7, 2));
+    else CHECK(!slots_move(w, (uint32_t)slot, 0, offset, 1));
+    memset(from, 0xEE, VALUE);
+    if (is_far) CHECK(!slots_move(w, (uint32_t)slot, 0, offset, 1));
+}
+
 static void check_threads(uint64_t seed, unsigned rounds) {
     shared s = {.f = open_table(PLACES, 3, seed), .seed = seed, .rounds = rounds};
-    uint8_t *segment = calloc(PLACES, VALUE);
-    s.region = (kv_region){(uint64_t)(uintptr_t)segment, PLACES * VALUE};
+    uint8_t *segment = calloc(2 * PLACES, VALUE);
+    unsigned home[PLACES] = {0};
+    s.region = (kv_region){(uint64_t)(uintptr_t)segment, 2 * PLACES * VALUE};
     pthread_t threads[3];
     reader_state readers[3];
     for (unsigned i = 0; i < 3; i++) {
@@ -230,6 +242,12 @@ static void check_threads(uint64_t seed, unsigned rounds) {
     memset(slot_of, 0xff, sizeof slot_of);
     for (unsigned step = 0; step < rounds * 1000; step++) {
         unsigned place = (unsigned)(next_random(&seed) % PLACES);
+        unsigned at = home[place] * PLACES + place, other = (1 - home[place]) * PLACES + place;
+        if (slot_of[place] >= 0 && next_random(&seed) % 3 == 0) {
+            move_value(&s.f.w, slot_of[place], segment + VALUE * at, segment + VALUE * other, VALUE * other, step & 1);
+            home[place] = 1 - home[place];
+            continue;
+        }
         if (slot_of[place] >= 0) {
             CHECK(slots_hide(&s.f.w, 1, &slot_of[place]) == 1);
             in_use[key_of[place]] = 0;
@@ -237,9 +255,9 @@ static void check_threads(uint64_t seed, unsigned rounds) {
         uint64_t key = next_random(&seed) % SHARED_KEYS;
         while (in_use[key]) key = (key + 1) % SHARED_KEYS;
         generation++;
-        uint8_t *value = segment + VALUE * place;
+        uint8_t *value = segment + VALUE * at;
         fill_value(value, pattern(key, generation));
-        slot_of[place] = put_one(&s.f, key, generation, VALUE * place, VALUE, kvx_sum(value, VALUE));
+        slot_of[place] = put_one(&s.f, key, generation, VALUE * at, VALUE, kvx_sum(value, VALUE));
         CHECK(slot_of[place] >= 0);
         key_of[place] = key;
         in_use[key] = 1;
