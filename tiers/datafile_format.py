@@ -41,7 +41,7 @@ A descriptor:
     48      4     offset: in the file, in blocks of 4 KiB; tombstone: zero
     52      4     length: bytes of the payload; tombstone: zero
     56      4     flags: the caller's (codec), below 2**31; bit 31: tombstone, all that came before of this key is gone
-    60      4     zero
+    60      4     original: bytes of the block before the writer encoded it; zero: the payload is the block; tombstone: zero
 
 Of several descriptors of a key the last one counts: the one in the higher generation, and there in the later batch.
 """
@@ -114,7 +114,7 @@ DESCRIPTOR_DTYPE = np.dtype(
         ("offset", "<u4"),
         ("length", "<u4"),
         ("flags", "<u4"),
-        ("zero", "<u4"),
+        ("original", "<u4"),
     ]
 )
 """A descriptor, as the table above says."""
@@ -282,7 +282,7 @@ def _lie_within(descriptors: NDArray[np.void], start: int, end: int) -> bool:
     """Whether payloads follow one another without overlap between these offsets, and tombstones name none."""
     is_gone = (descriptors["flags"] & TOMBSTONE) != 0
     length = descriptors["length"].astype(np.int64)
-    if (length[is_gone] != 0).any() or (length[~is_gone] == 0).any() or descriptors["zero"].any():
+    if length[is_gone].any() or descriptors["original"][is_gone].any() or not length[~is_gone].all():
         return False
     begins = descriptors["offset"][~is_gone].astype(np.int64) * BLOCK_BYTES
     ends = begins + -(-length[~is_gone] // BLOCK_BYTES) * BLOCK_BYTES

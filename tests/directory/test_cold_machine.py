@@ -26,9 +26,12 @@ indices = st.integers(0, len(KEYS) - 1)
 
 @dataclass
 class Seen:
-    """A visible block: where its value is, and its copy. parts: more than one never leaves memory for the disk."""
+    """A visible block: where its value is, its sum, and its copy. parts: more than one never leaves memory for the
+    disk.
+    """
 
     parent: bytes
+    sum: int
     is_cold: bool = False
     copy: int = 0
     parts: int = 1
@@ -36,8 +39,8 @@ class Seen:
 
 
 class ColdMachine(RuleBasedStateMachine):
-    """What is visible never changes by a copy, a demotion or a promotion; every extent and every handle that was given
-    in comes out once, and only when no block has it any more.
+    """What is visible never changes by a copy, a demotion or a promotion, but for the sum that a promotion brings; every
+    extent and every handle that was given in comes out once, and only when no block has it any more.
     """
 
     table_class: type[Any] = SlotTable
@@ -47,7 +50,7 @@ class ColdMachine(RuleBasedStateMachine):
         table = self.table_class(aligned(table_bytes(CAPACITY)), CAPACITY, epoch=3, seed=17)
         self.core = Directory(table, grace_ns=GRACE, has_disk=True)
         self.now = 10**9
-        self.offset = 0
+        self.offset = self.last_sum = 0
         self.handles = 0
         self.seen: dict[bytes, Seen] = {}
         self.given: set[tuple[int, int]] = set()
@@ -69,7 +72,12 @@ class ColdMachine(RuleBasedStateMachine):
     def columns(self, n: int) -> tuple[Any, ...]:
         offsets = np.arange(self.offset, self.offset + 64 * n, 64, dtype=np.uint64)
         self.offset += 64 * n
-        return np.zeros(n, np.uint16), offsets, np.full(n, 64, np.uint32), np.arange(n, dtype=np.uint64)
+        return np.zeros(n, np.uint16), offsets, np.full(n, 64, np.uint32), self.sums(n)
+
+    def sums(self, n: int) -> Any:
+        """As no other block has."""
+        self.last_sum += n
+        return np.arange(self.last_sum - n, self.last_sum, dtype=np.uint64) + np.uint64(1 << 63)
 
     def take(self, offsets: Any, taken: Any) -> None:
         self.given |= {(HOST, int(offset)) for offset, one in zip(offsets, taken, strict=True) if one}
@@ -130,10 +138,10 @@ class ColdMachine(RuleBasedStateMachine):
         keys, above = b"".join(KEYS[i] for i in which), b"".join(PARENTS[i] for i in which)
         status = self.apply(events.Put(keys, above, *columns)).status
         self.take(columns[1], status == PutStatus.STORED)
-        for i, one in zip(which, status.tolist(), strict=True):
+        for i, one, total in zip(which, status.tolist(), columns[3].tolist(), strict=True):
             if one == PutStatus.STORED:
                 assert KEYS[i] not in self.seen and (PARENTS[i] == ROOT_KEY or PARENTS[i] in self.seen)
-                self.seen[KEYS[i]] = Seen(PARENTS[i])
+                self.seen[KEYS[i]] = Seen(PARENTS[i], total)
             elif PARENTS[i] in self.seen and KEYS[i] not in self.seen:
                 assert one in (PutStatus.BUSY, PutStatus.NO_SPACE), "a block below a cold one is refused"
 
@@ -149,7 +157,7 @@ class ColdMachine(RuleBasedStateMachine):
             status = self.apply(event).status
             self.take(columns[1], (status == PutStatus.STORED) | (status == PutStatus.SEALED))
             if status[0] == PutStatus.STORED:
-                self.seen[KEYS[which]] = Seen(PARENTS[which], parts=2)
+                self.seen[KEYS[which]] = Seen(PARENTS[which], int(columns[3][0]), parts=2)
 
     @rule(which=st.lists(indices, min_size=1, max_size=3))
     def stage(self, which: list[int]) -> None:
@@ -159,7 +167,8 @@ class ColdMachine(RuleBasedStateMachine):
         self.take(columns[1], reply.status == PutStatus.STORED)
         if reply.batch:
             self.batches.append(reply.batch)
-            self.staged = {**getattr(self, "staged", {}), reply.batch: (which, columns[1], reply.status.copy())}
+            said = (which, columns[1], columns[3], reply.status.copy())
+            self.staged = {**getattr(self, "staged", {}), reply.batch: said}
 
     @rule(data=st.data())
     def make_durable(self, data: st.DataObject) -> None:
@@ -174,11 +183,11 @@ class ColdMachine(RuleBasedStateMachine):
         if not self.batches:
             return
         batch = self.batches.pop(0)
-        which, offsets, before = self.staged[batch]
+        which, offsets, sums, before = self.staged[batch]
         reply = self.apply(events.Settle(batch))
-        for i, offset, was, now in zip(which, offsets, before, reply.status, strict=True):
+        for i, offset, total, was, now in zip(which, offsets, sums, before, reply.status, strict=True):
             if was == PutStatus.STORED and now == PutStatus.STORED:
-                self.seen[KEYS[i]] = Seen(PARENTS[i])
+                self.seen[KEYS[i]] = Seen(PARENTS[i], int(total))
             elif was == PutStatus.STORED:
                 self.given.discard((HOST, int(offset)))  # the caller's again
         self.look_again()
@@ -231,21 +240,26 @@ class ColdMachine(RuleBasedStateMachine):
         for key in demoted:
             assert not self.children(key, cold=False), "a block left memory before one below it did"
 
-    @rule(data=st.data(), lie=st.booleans())
-    def warm(self, data: st.DataObject, lie: bool) -> None:
+    @rule(data=st.data(), lie=st.booleans(), is_lossy=st.booleans())
+    def warm(self, data: st.DataObject, lie: bool, is_lossy: bool) -> None:
+        """Values come back, as they were put or, from a tier that stores with loss, as others; only then with their
+        sums, which a claim of a wrong copy does not change.
+        """
         cold = [key for key, block in self.seen.items() if block.is_cold]
         some = data.draw(st.lists(st.sampled_from(cold or KEYS[:1]), min_size=1, max_size=4, unique=True))
         handles = [self.seen[key].copy if key in self.seen else 77 for key in some]
         if lie:
             handles[0] = 10**6
         columns = self.columns(len(some))
-        event = tiering.Warm(b"".join(some), np.array(handles, np.uint32), columns[1])
+        same = [self.seen[key].sum if key in self.seen else 5 for key in some]
+        sums = columns[3] if is_lossy else np.array(same, np.uint64)
+        event = tiering.Warm(b"".join(some), np.array(handles, np.uint32), columns[1], sums)
         taken = self.apply(event).taken.tolist()
         self.take(columns[1], taken)
         for at, (key, one) in enumerate(zip(some, taken, strict=True)):
             assert one == (key in cold and not (lie and at == 0))
             if one:
-                self.seen[key].is_cold = False
+                self.seen[key].is_cold, self.seen[key].sum = False, int(sums[at])
 
     @rule(data=st.data())
     def copies_lost(self, data: st.DataObject) -> None:
@@ -268,12 +282,11 @@ class ColdMachine(RuleBasedStateMachine):
         keys, above = b"".join(KEYS[i] for i in which), b"".join(PARENTS[i] for i in which)
         if self.core.durable.is_busy or self.core.parts.writing:
             return  # nothing is under way at a start
-        event = tiering.AdoptCold(
-            keys, above, np.array(handles, np.uint32), np.full(n, 64, np.uint32), np.zeros(n, np.uint64)
-        )
-        for i, handle, one in zip(which, handles, self.apply(event).taken.tolist(), strict=True):
+        sums = self.sums(n)
+        event = tiering.AdoptCold(keys, above, np.array(handles, np.uint32), np.full(n, 64, np.uint32), sums)
+        for i, handle, total, one in zip(which, handles, sums, self.apply(event).taken.tolist(), strict=True):
             if one:
-                self.seen[KEYS[i]] = Seen(PARENTS[i], is_cold=True, copy=handle)
+                self.seen[KEYS[i]] = Seen(PARENTS[i], int(total), is_cold=True, copy=handle)
                 self.given.add((DISK_REGION, handle))
 
     @rule(data=st.data(), ttl=st.sampled_from([20, 200, 2000]))
@@ -293,7 +306,10 @@ class ColdMachine(RuleBasedStateMachine):
         reply = self.apply(events.Delete(b"".join(KEYS[i] for i in which)))
         if reply.batch:
             self.batches.append(reply.batch)
-            self.staged = {**getattr(self, "staged", {}), reply.batch: ([], np.zeros(0), np.zeros(0, np.uint8))}
+            self.staged = {
+                **getattr(self, "staged", {}),
+                reply.batch: ([], np.zeros(0), np.zeros(0), np.zeros(0, np.uint8)),
+            }
             return
         gone = self.look_again()
         for i, one in zip(which, reply.status.tolist(), strict=True):
@@ -356,6 +372,7 @@ class ColdMachine(RuleBasedStateMachine):
         for key, block in self.seen.items():
             record, found = self.core.lookup(key)
             assert found[0] and (int(record["region"][0]) == DISK_REGION) == block.is_cold
+            assert (int(record["sum"][0]), int(record["length"][0])) == (block.sum, 64), "not what a reader gets"
         assert self.core.cold.blocks == sum(block.is_cold for block in self.seen.values())
 
 

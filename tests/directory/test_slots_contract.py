@@ -226,8 +226,9 @@ def test_into_reader_reads_whole_values_and_nothing_else() -> None:
 
 
 def test_a_value_that_moves_is_the_same_block_in_another_place(side: Side) -> None:
-    """Goal: a block changes its place and nothing else; a region that nobody maps is said to be so, never read.
-    Method: a value in two places; move the slot to the second, to no region, to a slot that is not there.
+    """Goal: a block changes its place, and its sum where the value there is another, and nothing else; a region that
+    nobody maps is said to be so, never read. Method: a value in two places; move the slot to the second, to no region,
+    to a third place with other bytes; a slot that is not there.
     """
     table, reader = make(side)
     arena = Arena(4096)
@@ -236,20 +237,29 @@ def test_a_value_that_moves_is_the_same_block_in_another_place(side: Side) -> No
     before = reader.lookup(key)[0][0].copy()
     value = b"value of " + key
     reader.map_region(3, arena.address, arena.size)
-    table.move(0, 3, arena.write(value), 1)
+    total = int(before["sum"])
+    table.move(0, 3, arena.write(value), 1, total)
     after = reader.lookup(key)[0][0]
     moved = ("region", "offset", "check", "version")
     assert [name for name in SLOT_DTYPE.names or () if before[name].tobytes() != after[name].tobytes()] == list(moved)
     found = reader.view(key)
     assert (found.status, found.generation, found.region) == (ReadStatus.HIT, int(before["generation"]), 3)
     assert arena.at(found.address, found.length) == value
-    table.move(0, 0xFFFF, 77, 2)
+    table.move(0, 0xFFFF, 77, 2, total)
     found = reader.view(key)
     assert (found.status, found.address, found.tier) == (ReadStatus.UNMAPPED, 0, 2)
     assert reader.match(key + other) == 2 and table.find(key).tolist() == [0]
+    lossy = bytes(byte ^ 1 for byte in value)
+    table.move(0, 3, arena.write(lossy), 1, xxhash.xxh3_64_intdigest(lossy))
+    changed = reader.lookup(key)[0][0]
+    names = [name for name in SLOT_DTYPE.names or () if after[name].tobytes() != changed[name].tobytes()]
+    assert names == ["offset", "sum", "check", "version"]
+    into = np.zeros(len(lossy), np.uint8)
+    iov = np.array([[into.ctypes.data, len(lossy)]], np.uint64)
+    assert reader.read(key, np.array([0, 1], np.uint32), iov).hits == 1 and into.tobytes() == lossy
     for absent in (2, 10**6):
         with pytest.raises(ValueError, match="not visible"):
-            table.move(absent, 0, 0, 1)
+            table.move(absent, 0, 0, 1, 0)
 
 
 def test_a_cancelled_read_writes_nothing_more(side: Side) -> None:

@@ -34,8 +34,15 @@ def parent_of(key: bytes, version: int) -> bytes:
     return xxhash.xxh3_128_digest(key + version.to_bytes(8, "little")) if version % 3 else NO_PARENT
 
 
+def original_of(version: int) -> int:
+    """What `block_of` says were the block's bytes before they were encoded; every fourth version was not."""
+    return 1000 * (version % 4)
+
+
 def block_of(key: bytes, data: bytes, version: int = 0, flags: int = 0) -> Block:
-    return Block(key, xxhash.xxh3_64_intdigest(data), version, [data], flags, parent_of(key, version))
+    return Block(
+        key, xxhash.xxh3_64_intdigest(data), version, [data], flags, parent_of(key, version), original_of(version)
+    )
 
 
 async def read_bytes(store: Datafiles, place: Place) -> bytes:
@@ -238,6 +245,7 @@ async def check(owner: Owner, disk: FaultyDisk, at: int, freed: Freed) -> int:
     for each, data in zip(listed, read, strict=True):
         assert each.key not in found, "a key came twice"
         assert each.parent == parent_of(each.key, each.version), f"{each.key.hex()} at {at}: another parent"
+        assert each.original == original_of(each.version), f"{each.key.hex()} at {at}: another length before encoding"
         assert isinstance(data, bytes | BlockDamaged), data
         found[each.key] = (data, each.version) if isinstance(data, bytes) else None
     there = 0

@@ -54,8 +54,8 @@ def descriptors(draw: st.DrawFn, *, start: int, most: int = DESCRIPTORS_MAX) -> 
             rows[index] = (key, NO_PARENT, 0, version, 0, 0, TOMBSTONE, 0)
         else:
             length = int(rng.integers(1, 20_000))
-            parent, flags = rng.bytes(16), int(rng.integers(1 << 31))
-            rows[index] = (key, parent, total, version, at // BLOCK_BYTES, length, flags, 0)
+            parent, flags, original = rng.bytes(16), int(rng.integers(1 << 31)), int(rng.integers(1 << 32))
+            rows[index] = (key, parent, total, version, at // BLOCK_BYTES, length, flags, original)
             at += padded(length)
     return rows
 
@@ -230,7 +230,7 @@ def test_what_belongs_elsewhere_is_not_taken(other: dict[str, int]) -> None:
         (b"k" * 16, NO_PARENT, 1, 0, 2, 4097, 0, 0),  # over the next one
         (b"k" * 16, NO_PARENT, 1, 0, 2, 0, 0, 0),  # empty
         (b"k" * 16, NO_PARENT, 0, 0, 0, 9, TOMBSTONE, 0),  # a tombstone with bytes
-        (b"k" * 16, NO_PARENT, 1, 0, 2, 9, 0, 1),  # something where zero stands
+        (b"k" * 16, NO_PARENT, 0, 0, 0, 0, TOMBSTONE, 9),  # a tombstone of an encoded block
     ],
 )
 def test_descriptors_that_cannot_be_are_refused_though_their_sum_holds(row: tuple[object, ...]) -> None:

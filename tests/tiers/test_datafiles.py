@@ -34,7 +34,8 @@ async def test_what_was_written_is_read_and_found_again_in_order() -> None:
         assert store.stats.payload_bytes == sum(sizes) and store.stats.blocks_written == 6
     async with opened(disk, engine) as (store, found, problems):
         assert [tuple(each) for each in found] == [
-            (each.key, each.version, place, each.parent) for each, place in zip(blocks, places, strict=True)
+            (each.key, each.version, place, each.parent, each.original)
+            for each, place in zip(blocks, places, strict=True)
         ]
         assert {each.parent == NO_PARENT for each in found} == {True, False}
         assert problems == []

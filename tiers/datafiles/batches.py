@@ -77,6 +77,7 @@ class Entry:
     version: int
     flags: int
     length: int
+    original: int
     nbytes: int
     buffers: Sequence[NDArray[np.uint8]]
     pieces: Sequence[tuple[int, int]]
@@ -101,9 +102,9 @@ class Batch:
 
 def entry_of_block(block: Block, request: Request, at: int, *, bytes_max: int) -> Entry:
     """The entry of a block. Raises ValueError for one that cannot be, ValueTooLarge above bytes_max."""
-    key, total, version, given, flags, parent = block
-    if not 0 <= flags <= FLAGS_MAX:
-        raise ValueError(f"flags must be below 2**31, not {flags}")
+    key, total, version, given, flags, parent, original = block
+    if not 0 <= flags <= FLAGS_MAX or not 0 <= original < 1 << 32:
+        raise ValueError(f"flags must be below 2**31, original below 2**32, not {flags} and {original}")
     buffers, pieces = [], []
     length = bits = 0
     for data in given:
@@ -119,13 +120,14 @@ def entry_of_block(block: Block, request: Request, at: int, *, bytes_max: int) -
         raise ValueTooLarge(f"a block of {length} bytes fits no datafile: at most {bytes_max}; use larger datafiles")
     is_aligned = not bits % BLOCK_BYTES
     return Entry(
-        _key(key), _key(parent), total, version, flags, length, padded(length), buffers, pieces, is_aligned, request, at
-    )
+        _key(key), _key(parent), total, version, flags, length, original, padded(length), buffers, pieces, is_aligned,
+        request, at,
+    )  # fmt: skip
 
 
 def entry_of_key(key: bytes, request: Request, at: int) -> Entry:
     """The tombstone of a key. Raises ValueError."""
-    return Entry(_key(key), NO_PARENT, 0, 0, TOMBSTONE, 0, 0, (), (), True, request, at)
+    return Entry(_key(key), NO_PARENT, 0, 0, TOMBSTONE, 0, 0, 0, (), (), True, request, at)
 
 
 def _key(key: bytes) -> bytes:
@@ -150,7 +152,7 @@ def build_batch(
     for entry, copied in zip(entries, is_copied, strict=True):
         length, flags = entry.length, entry.flags
         block = offset // BLOCK_BYTES if length else 0
-        rows.append((entry.key, entry.parent, entry.sum, entry.version, block, length, flags, 0))
+        rows.append((entry.key, entry.parent, entry.sum, entry.version, block, length, flags, entry.original))
         places.append(Place(number, generation, offset, length, entry.sum, flags & FLAGS_MAX, drive))
         if copied:
             _copy(piece.view[staging : staging + entry.nbytes], entry.buffers)

@@ -44,13 +44,14 @@ class _Chosen(NamedTuple):
     parent: bytes
     version: int
     place: Place
+    original: int
 
 
 def _described(file: DataFile, descriptors: NDArray[np.void], drive: int) -> Iterator[tuple[_Chosen, bool]]:
     """(block, whether it is one) of descriptors; what is none is a tombstone."""
-    for key, parent, total, version, offset, length, flags, _ in descriptors.tolist():
+    for key, parent, total, version, offset, length, flags, original in descriptors.tolist():
         place = Place(file.number, file.generation, offset * BLOCK_BYTES, length, total, flags & FLAGS_MAX, drive)
-        yield _Chosen(bytes(key), bytes(parent), version, place), not flags & TOMBSTONE
+        yield _Chosen(bytes(key), bytes(parent), version, place, original), not flags & TOMBSTONE
 
 
 class Reclaimer:
@@ -266,6 +267,7 @@ class Reclaimer:
                 (piece.view[offset : offset + hot.place.length].data,),
                 hot.place.flags,
                 hot.parent,
+                hot.original,
             )
             for hot, offset in kept
         ]

@@ -78,7 +78,8 @@ class RecoveredBlocks:
                 *(rows[name].tolist() for name in ("length", "sum", "flags")),
                 repeat(self._drive),
             )
-            yield from map(Recovered, rows["key"].tolist(), rows["version"].tolist(), places, rows["parent"].tolist())
+            keys, parents = rows["key"].tolist(), rows["parent"].tolist()
+            yield from map(Recovered, keys, rows["version"].tolist(), places, parents, rows["original"].tolist())
 
 
 def _newest(rows: NDArray[np.void]) -> NDArray[np.intp]:

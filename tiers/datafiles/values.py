@@ -43,7 +43,8 @@ class Block(NamedTuple):
 
     buffers: C-contiguous, not empty, borrowed until the write returned or raised. Whole blocks of 4 KiB at such
     addresses are written from where they are, others are copied. flags: below 2**31. parent: 16 bytes, the key of the
-    block before it in its chain; zeros: it is a root.
+    block before it in its chain; zeros: it is a root. original: the block's bytes before they were encoded, 0 where
+    they are written as they are; below 2**32.
     """
 
     key: bytes
@@ -52,6 +53,7 @@ class Block(NamedTuple):
     buffers: Sequence[Buffer]
     flags: int = 0
     parent: bytes = NO_PARENT
+    original: int = 0
 
 
 class Recovered(NamedTuple):
@@ -61,6 +63,7 @@ class Recovered(NamedTuple):
     version: int
     place: Place
     parent: bytes = NO_PARENT
+    original: int = 0
 
 
 class ProblemKind(enum.StrEnum):

@@ -9,6 +9,8 @@ Invariants
 - Only single-part blocks of class cache in this node's memory have copies: a durable block is in the log and in memory,
   and a block in parts goes as it always did.
 - `copy` is the handle of a block in memory, 0 for none; of a cold block its slot has it. A handle belongs to one block.
+- A block's sum is that of the bytes that a reader gets in memory. A tier that stores with loss brings back other bytes
+  than were put, and says so in `Warm`: place and sum change at once. Its length never changes.
 - Blocks without a copy are named to the tier in the order in which they came, so what it writes is parents first.
 
 Without a tier nothing here costs anything but a comparison.
@@ -88,7 +90,7 @@ class ColdBlocks:
         """Give up the memory of a block that nothing holds and that has a copy; its bytes."""
         directory = self._directory
         extent = directory.words.extent(slot)
-        directory.table.move(slot, DISK_REGION, self.copy[slot], TIER_NVME)
+        directory.table.move(slot, DISK_REGION, self.copy[slot], TIER_NVME, directory.words.tail(slot)[2])
         self.copy[slot] = 0
         directory.holds[slot] = COLD
         above = directory.parent[slot]
@@ -144,16 +146,17 @@ class ColdBlocks:
         slots: list[int] = directory.table.find(event.keys).tolist()
         handles = as_memory(event.handles).cast("I").tolist()
         offsets = as_memory(event.offsets).cast("Q").tolist()
+        sums = as_memory(event.sums).cast("Q").tolist()
         taken = np.zeros(len(slots), np.uint8)
-        for at, (slot, handle, offset) in enumerate(zip(slots, handles, offsets, strict=True)):
+        for at, (slot, handle, offset, total) in enumerate(zip(slots, handles, offsets, sums, strict=True)):
             if slot >= 0 and handle and self.handle(slot) == handle:
-                self._promote(slot, handle, offset, directory.clock(now_ns))
+                self._promote(slot, handle, offset, total, directory.clock(now_ns))
                 taken[at] = 1
         return tr.TakenReply(taken)
 
-    def _promote(self, slot: int, handle: int, offset: int, clock: int) -> None:
+    def _promote(self, slot: int, handle: int, offset: int, total: int, clock: int) -> None:
         directory = self._directory
-        directory.table.move(slot, OWN_REGION, offset, TIER_HOST)
+        directory.table.move(slot, OWN_REGION, offset, TIER_HOST, total)
         self.copy[slot] = handle
         holds = directory.holds[slot] = directory.holds[slot] & ~COLD
         directory.last_use[slot] = clock

@@ -237,14 +237,16 @@ uint64_t slots_hide(kv_writer *w, uint64_t n, const void *idx) {
     return done;
 }
 
-/* Says that the value of a visible slot lies elsewhere now, the same bytes: readers find it in the old place or in the new
- * one, and what they copied from the old one while it changed is read again. 0: done; 1: no visible slot. */
-int slots_move(kv_writer *w, uint32_t slot, uint16_t region, uint64_t offset, uint8_t tier) {
+/* Says that the value of a visible slot lies elsewhere now, bytes of this sum: readers find it in the old place or in the new
+ * one, each with its own sum, and what they copied from the old one while it changed is read again. 0: done; 1: no visible
+ * slot. */
+int slots_move(kv_writer *w, uint32_t slot, uint16_t region, uint64_t offset, uint8_t tier, uint64_t sum) {
     kv_slot copy;
     if (slot >= w->t.capacity || !slot_copy(&w->t, slot, &copy) || copy.state != SLOT_VISIBLE) return 1;
     copy.region = region;
     copy.offset = offset;
     copy.tier = tier;
+    copy.sum = sum;
     copy.check = slot_check(&copy);
     slot_write(&w->t, slot, &copy);
     value_fence(); /* the new version comes before whatever is written over the old place next */

@@ -110,7 +110,7 @@ uint64_t slots_put(kv_writer *w, uint64_t n, const void *keys, const void *paren
                    const void *lengths, const void *sums, uint8_t tier, uint8_t flag, uint64_t generation, void *status,
                    void *idx, void *parent_idx);
 uint64_t slots_hide(kv_writer *w, uint64_t n, const void *idx);
-int slots_move(kv_writer *w, uint32_t slot, uint16_t region, uint64_t offset, uint8_t tier);
+int slots_move(kv_writer *w, uint32_t slot, uint16_t region, uint64_t offset, uint8_t tier, uint64_t sum);
 uint64_t slots_scan(const kv_table *t, uint64_t cursor, uint64_t n, void *out, uint64_t *found);
 
 /* reader (slots_reader.c) */

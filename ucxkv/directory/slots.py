@@ -264,11 +264,12 @@ class SlotTable:
         )
         return status, slots[0], slots[1], nbytes
 
-    def move(self, slot: int, region: int, offset: int, tier: int) -> None:
-        """Say that a visible slot's value lies in another place: the same bytes, whole there already. The old place
-        may be written to after the grace. ValueError: no visible slot.
+    def move(self, slot: int, region: int, offset: int, tier: int, sum: int) -> None:
+        """Say that a visible slot's value lies in another place, whole there already, and has this sum: that of before,
+        or another one where the value was stored with loss. No reader sees one place with the other's sum. The old
+        place may be written to after the grace. ValueError: no visible slot.
         """
-        if self._lib.slots_move(self._writer, slot, region, offset, tier):
+        if self._lib.slots_move(self._writer, slot, region, offset, tier, sum):
             raise ValueError(f"slot {slot} is not visible")
 
     def hide(self, slots: I32) -> int:

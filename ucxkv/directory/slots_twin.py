@@ -261,12 +261,13 @@ class TwinTable:
         self.used += 1
         return slot
 
-    def move(self, slot: int, region: int, offset: int, tier: int) -> None:
+    def move(self, slot: int, region: int, offset: int, tier: int, sum: int) -> None:
         """See `SlotTable.move`."""
         raw = bytearray(self._index.copy(slot)) if 0 <= slot < self.capacity else bytearray(SLOT_BYTES)
         if raw[_STATE] != 1:
             raise ValueError(f"slot {slot} is not visible")
         raw[30:32], raw[32:40], raw[44] = region.to_bytes(2, "little"), offset.to_bytes(8, "little"), tier
+        raw[48:56] = sum.to_bytes(8, "little")
         self._write(slot, raw)
 
     def _hide(self, slot: int) -> bool:

@@ -53,11 +53,15 @@ class Copied(Event[TakenReply]):
 
 @dataclass(frozen=True, slots=True)
 class Warm(Event[TakenReply]):
-    """The values of these cold blocks, read from the copies `handles`, lie in this node's memory at `offsets`."""
+    """The values of these cold blocks, read from the copies `handles`, lie in this node's memory at `offsets`.
+
+    sums: u64[n], of the bytes there: what is shown from now on, also where the tier stores with loss.
+    """
 
     keys: Buffer
     handles: Buffer
     offsets: Buffer
+    sums: Buffer
 
 
 @dataclass(frozen=True, slots=True)
