@@ -41,7 +41,7 @@ A descriptor:
     48      4     offset: in the file, in blocks of 4 KiB; tombstone: zero
     52      4     length: bytes of the payload; tombstone: zero
     56      4     flags: the caller's (codec), below 2**31; bit 31: tombstone, all that came before of this key is gone
-    60      4     original: bytes of the block before the writer encoded it; zero: the payload is the block; tombstone: zero
+    60      4     original: bytes of the block before the writer encoded it; zero: it did not; tombstone: zero
 
 Of several descriptors of a key the last one counts: the one in the higher generation, and there in the later batch.
 """

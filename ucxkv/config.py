@@ -26,6 +26,7 @@ from ucxkv.errors import SetupError, UsageError
 from ucxkv.node.config import NodeConfig
 from ucxkv.settings import check_keys, read_tables
 from ucxkv.sizes import parse_size
+from ucxkv.tiers.base import SetupFailed
 from ucxkv.transport.address import AddressError, TcpAddress, parse_address
 
 __all__ = ["TOKEN_VARIABLE", "load_config", "node_config", "token_from"]
@@ -134,6 +135,8 @@ def _check(config: NodeConfig, origin: Mapping[str, str]) -> None:
         raise refuse("io_engine", config.io_engine, " | ".join(_IO_ENGINES))
     if config.disk and config.disk_bytes < _DISK_BYTES_MIN:
         raise refuse("disk_bytes", config.disk_bytes, "at least 8MiB")
+    if config.disk_codec != "none":
+        _check_codec(config, origin)
     if len({os.path.realpath(name) for name in config.disk if name}) != len(config.disk):
         raise refuse("disk", config.disk, "folders, each named once")
     if (config.durability == "process") != bool(config.state_dir):
@@ -182,6 +185,19 @@ def _check(config: NodeConfig, origin: Mapping[str, str]) -> None:
     control = parse_address(config.listen)
     if ports is not None and isinstance(control, TcpAddress) and ports[0] <= control.port <= ports[1]:
         raise refuse("data_port", config.data_port, f"ports other than that of listen, {control.port}")
+
+
+def _check_codec(config: NodeConfig, origin: Mapping[str, str]) -> None:
+    from ucxkv.node.disk.coding import codecs_for  # for those who have one: it loads codecs
+
+    where = origin.get("disk_codec", "default")
+    if not config.disk:
+        fix = "name folders for blocks with disk, or leave disk_codec out"
+        raise SetupError(f"{where}: disk_codec", found="no disk", needed="blocks on disk to encode", fix=fix)
+    try:
+        codecs_for(config)
+    except SetupFailed as exc:
+        raise SetupError(f"{where}: {exc.what}", found=exc.found, needed=exc.needed, fix=exc.fix) from exc
 
 
 def _sources(origin: Mapping[str, str]) -> str:

@@ -39,8 +39,8 @@ class Seen:
 
 
 class ColdMachine(RuleBasedStateMachine):
-    """What is visible never changes by a copy, a demotion or a promotion, but for the sum that a promotion brings; every
-    extent and every handle that was given in comes out once, and only when no block has it any more.
+    """What is visible never changes by a copy, a demotion or a promotion, but for the sum that a promotion brings;
+    every extent and every handle that was given in comes out once, and only when no block has it any more.
     """
 
     table_class: type[Any] = SlotTable

@@ -47,6 +47,18 @@ def node(
         list[str] | None, typer.Option("--disk", help="Folder for blocks that leave memory; repeatable, one a drive.")
     ] = None,
     disk_bytes: Annotated[str | None, typer.Option("--disk-bytes", help="Bytes in each of them: 64GiB.")] = None,
+    disk_codec: Annotated[
+        str | None, typer.Option("--disk-codec", help="How blocks are made smaller there: none, lossless or int8.")
+    ] = None,
+    disk_dtype: Annotated[
+        str | None, typer.Option("--disk-dtype", help="Type of their elements, as bfloat16; codecs need it.")
+    ] = None,
+    disk_tokens: Annotated[
+        int | None, typer.Option("--disk-tokens", help="Tokens that share a scale in int8; default 16.")
+    ] = None,
+    disk_channels: Annotated[
+        int | None, typer.Option("--disk-channels", help="Length of blocks' last axis; int8 needs it.")
+    ] = None,
     io_engine: Annotated[str | None, typer.Option("--io-engine", help="auto, io_uring or threads.")] = None,
     join: Annotated[list[str] | None, typer.Option("--join", help="Address of a node to join; repeatable.")] = None,
     cluster: Annotated[
@@ -97,6 +109,10 @@ def node(
         "state_dir": state_dir,
         "disk": tuple(disk) if disk else None,
         "disk_bytes": disk_bytes,
+        "disk_codec": disk_codec,
+        "disk_dtype": disk_dtype,
+        "disk_tokens": disk_tokens,
+        "disk_channels": disk_channels,
         "io_engine": io_engine,
         "join": tuple(join) if join else None,
         "cluster": cluster,

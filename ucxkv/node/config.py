@@ -50,6 +50,18 @@ class NodeConfig:
     disk_wait_ms: int = 2_000
     """When memory is full of blocks that are not on disk yet, puts wait; but when the disk has written nothing for so
     long, the oldest go without a copy."""
+    disk_codec: Literal["none", "lossless", "int8"] = "none"
+    """none | lossless | int8: how blocks are made smaller on disk. No codec on a CPU is as fast as a good drive, so
+    none; int8 brings back other bytes than were put.
+    """
+    disk_dtype: str = ""
+    """Type of the elements of blocks, as "bfloat16"; a codec needs it, and it cannot be seen from the bytes."""
+    disk_tokens: int = 16
+    """For int8, tokens of a block, the axis before the last: so many values of a channel share a scale. A divisor of
+    the real number works too, and saves less.
+    """
+    disk_channels: int = 0
+    """For int8, the length of a block's last axis: elements of a head, or of all heads of a token; needed."""
     io_engine: Literal["auto", "io_uring", "threads"] = "auto"
     """auto | io_uring | threads: how the folders are read and written. auto tries io_uring and says why not."""
     state_dir: str = ""

@@ -1,7 +1,8 @@
 """Writing behind: each new block of class cache gets its copy on disk, soon and beside serving, parents first.
 
 Invariants
-- A block that is being written is leased meanwhile, so what reaches the disk is what was put.
+- A block that is being written is leased meanwhile, so what reaches the disk is what was put, or what the codec makes
+  of it.
 - The directory is told of a copy when it is as safe as the datafiles promise; until then memory is the only place.
 - What the disk could not take now (too much waits, no space) is offered again later; what it cannot ever take (longer
   than a datafile) is not. A drive that has failed takes nothing more, and the others go on.
@@ -24,6 +25,7 @@ from ucxkv.tiers.datafiles import Block
 from ucxkv.tiers.io import EngineClosed
 
 if TYPE_CHECKING:
+    from ucxkv.node.disk.coding import Coded, Coder
     from ucxkv.node.disk.places import Places
     from ucxkv.node.store import HostStore
     from ucxkv.tiers.datafiles import StripedDatafiles
@@ -48,8 +50,8 @@ Named = tuple[tuple[int, int], ...]
 class Demoter:
     """See the module. `start` once, `aclose` at the end."""
 
-    def __init__(self, store: HostStore, datafiles: StripedDatafiles, places: Places) -> None:
-        self._store, self._datafiles, self._places = store, datafiles, places
+    def __init__(self, store: HostStore, datafiles: StripedDatafiles, places: Places, coder: Coder) -> None:
+        self._store, self._datafiles, self._places, self._coder = store, datafiles, places, coder
         self._has_work = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._again: list[tuple[int, int]] = []
@@ -126,8 +128,14 @@ class Demoter:
             done.set_result(None)
 
     async def _transfer(self, named: Named, keys: list[bytes]) -> bool:
+        slots, generations = zip(*named, strict=True)
+        blocks = [self._block(slot) for slot in slots]
+        shown = [block.sum for block in blocks]
         try:
-            found = await self._datafiles.write([self._block(slot) for slot, _ in named])
+            if self._coder.is_encoding:
+                coded = await self._coder.encode([block.buffers[0] for block in blocks], shown)
+                blocks, shown = list(map(_as_coded, blocks, coded)), [one.shown for one in coded]
+            found = await self._datafiles.write(blocks)
         except (TierBusy, NoSpace) as exc:
             self.counts["disk_writes_refused"] += len(named)
             self._again += named
@@ -138,8 +146,7 @@ class Demoter:
         except (WritesFailed, TierError, OSError) as exc:
             self._fail(exc)
             return False
-        handles = self._places.add(keys, found)
-        slots, generations = zip(*named, strict=True)
+        handles = self._places.add(keys, found, shown)
         told = tiering.Copied(np.array(slots, np.int32), np.array(generations, np.uint64), handles)
         taken = self._store.handle(told, time.monotonic_ns()).taken
         for handle in handles[taken == 0].tolist():
@@ -217,3 +224,13 @@ class Demoter:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _as_coded(block: Block, coded: Coded) -> Block:
+    """The block as it is written; a restart learns from it how long the value is, and the sum of what comes back."""
+    if not coded.codec:
+        return block
+    original = memoryview(block.buffers[0]).nbytes
+    return block._replace(
+        sum=coded.sum, version=coded.shown, buffers=(coded.data,), flags=coded.codec, original=original
+    )

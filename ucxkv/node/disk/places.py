@@ -24,6 +24,7 @@ _DTYPE = np.dtype(
     [
         ("key", f"V{KEY_BYTES}"),
         ("sum", "<u8"),
+        ("shown", "<u8"),
         ("generation", "<u8"),
         ("offset", "<u8"),
         ("length", "<u4"),
@@ -31,7 +32,7 @@ _DTYPE = np.dtype(
         ("file", "<u4"),
         ("drive", "<u2"),
         ("state", "<u1"),
-        ("unused", "V9"),
+        ("unused", "V1"),
     ]
 )
 assert _DTYPE.itemsize == 64
@@ -54,17 +55,17 @@ class Places:
         """Of the table."""
         return self._rows.nbytes
 
-    def add(self, keys: Sequence[bytes], places: Sequence[Place]) -> npt.NDArray[np.uint32]:
-        """Handles of these copies, u32[n]."""
+    def add(self, keys: Sequence[bytes], places: Sequence[Place], shown: Sequence[int]) -> npt.NDArray[np.uint32]:
+        """Handles of these copies, u32[n]. shown: the sums of what they bring back."""
         while len(self._free) < len(places):
             n = len(self._rows)
             self._rows = np.concatenate([self._rows, np.zeros(n, _DTYPE)])
             self._free = list(range(2 * n - 1, n - 1, -1)) + self._free
         handles = [self._free.pop() for _ in places]
-        for handle, key, place in zip(handles, keys, places, strict=True):
+        for handle, key, place, total in zip(handles, keys, places, shown, strict=True):
             self._rows[handle] = (
-                key, place.sum, place.generation, place.offset, place.length, place.flags, place.file, place.drive,
-                _THERE, b"",
+                key, place.sum, total, place.generation, place.offset, place.length, place.flags, place.file,
+                place.drive, _THERE, b"",
             )  # fmt: skip
         return np.array(handles, np.uint32)
 
@@ -74,6 +75,10 @@ class Places:
         if row["state"] != _THERE:
             return None
         return Place(*(int(row[name]) for name in ("file", "generation", "offset", "length", "sum", "flags", "drive")))
+
+    def shown(self, handle: int) -> int:
+        """The sum of what the copy brings back."""
+        return int(self._rows["shown"][handle])
 
     def key(self, handle: int) -> bytes:
         """The key of the copy's block."""

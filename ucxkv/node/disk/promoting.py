@@ -12,19 +12,21 @@ from __future__ import annotations
 import asyncio
 import time
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import structlog
 
 from ucxkv.directory import tiering
+from ucxkv.node.disk.fetching import Fetcher, Wanted
 from ucxkv.tiers.base import BlockDamaged, BlockGone
 
 if TYPE_CHECKING:
+    from ucxkv.node.disk.coding import Coder
     from ucxkv.node.disk.places import Places
     from ucxkv.node.store import HostStore
     from ucxkv.tiers.base import TierError
-    from ucxkv.tiers.datafiles import Place, StripedDatafiles
+    from ucxkv.tiers.datafiles import StripedDatafiles
 
 __all__ = ["Promoter", "WarmStatus"]
 
@@ -39,12 +41,24 @@ class WarmStatus(IntEnum):
     LATER = 2  # there was no room, or the disk was busy: ask again
 
 
+class _Coming(NamedTuple):
+    """A block that is being brought back: its copy's handle, and the extent at `offset` that is its own meanwhile."""
+
+    key: bytes
+    handle: int
+    offset: int
+    wanted: Wanted
+
+
 class Promoter:
     """See the module. bytes_max: of values that one call brings back."""
 
-    def __init__(self, store: HostStore, datafiles: StripedDatafiles, places: Places, bytes_max: int) -> None:
-        self._store, self._datafiles, self._places = store, datafiles, places
-        self._bytes_max = bytes_max
+    def __init__(
+        self, store: HostStore, datafiles: StripedDatafiles, places: Places, coder: Coder, bytes_max: int
+    ) -> None:
+        self._store, self._places, self._bytes_max = store, places, bytes_max
+        self._fetcher = Fetcher(datafiles, coder)
+        self._works: set[asyncio.Future[None]] = set()
         self._coming: dict[bytes, asyncio.Future[None]] = {}
         self.in_hand: set[int] = set()
         """Offsets of extents that are being read into."""
@@ -80,7 +94,7 @@ class Promoter:
 
     async def _bring(self, keys: list[bytes]) -> None:
         """Bring back these cold blocks, as many as there is room for."""
-        todo: list[tuple[bytes, int, Place, int]] = []
+        todo: list[_Coming] = []
         nbytes, now_ns = 0, time.monotonic_ns()
         for key in keys:
             directory = self._store.directory
@@ -89,18 +103,22 @@ class Promoter:
             place = self._places.place(handle) if handle else None
             if place is None:
                 continue
-            nbytes += place.length
+            length = directory.words.extent(slot)[2]
+            nbytes += length
             if todo and nbytes > self._bytes_max:
                 break
-            offset = self._store.room_for(place.length, now_ns)
+            offset = self._store.room_for(length, now_ns)
             if offset < 0:
                 break
             self.in_hand.add(offset)
-            todo.append((key, handle, place, offset))
+            into = self._store.segment.view[offset : offset + self._store.slabs.bytes_at(offset)]
+            todo.append(_Coming(key, handle, offset, Wanted(place, into, length, self._places.shown(handle))))
         if todo:
             work = asyncio.ensure_future(self._read(todo))
-            self._coming.update((key, work) for key, *_ in todo)
+            self._works.add(work)
+            self._coming.update((each.key, work) for each in todo)
             work.add_done_callback(lambda _: self._arrived(keys))
+            work.add_done_callback(self._works.discard)
             await asyncio.shield(work)  # a cancelled request's read goes on: the disk has its memory
 
     def _arrived(self, keys: list[bytes]) -> None:
@@ -109,27 +127,31 @@ class Promoter:
             if one is not None and one.done():
                 del self._coming[key]
 
-    async def _read(self, todo: list[tuple[bytes, int, Place, int]]) -> None:
-        view = self._store.segment.view
-        places = [place for _, _, place, _ in todo]
-        capacity = self._store.slabs.bytes_at
-        targets = [view[offset : offset + capacity(offset)] for _, _, _, offset in todo]
+    async def _read(self, todo: list[_Coming]) -> None:
         try:
-            found = await self._datafiles.read_many(places, targets)
+            found = await self._fetcher.fetch([each.wanted for each in todo])
         except BaseException:
-            self._give_back([offset for *_, offset in todo])
+            self._give_back([each.offset for each in todo])
             raise
         good = [each for each, failed in zip(todo, found, strict=True) if failed is None]
-        self._bad([(key, handle, why) for (key, handle, *_), why in zip(todo, found, strict=True) if why is not None])
+        self._bad([(each.key, each.handle, why) for each, why in zip(todo, found, strict=True) if why is not None])
         taken = b""
         if good:
-            keys, handles, _, offsets = zip(*good, strict=True)
-            event = tiering.Warm(b"".join(keys), np.array(handles, np.uint32), np.array(offsets, np.uint64))
+            event = tiering.Warm(
+                b"".join(each.key for each in good),
+                np.array([each.handle for each in good], np.uint32),
+                np.array([each.offset for each in good], np.uint64),
+                np.array([each.wanted.shown for each in good], np.uint64),
+            )
             taken = self._store.handle(event, time.monotonic_ns()).taken.tobytes()
             self.counts["disk_reads"] += len(good)
-        kept = {offset for (*_, offset), one in zip(good, taken, strict=True) if one}
+        kept = {each.offset for each, one in zip(good, taken, strict=True) if one}
         self.in_hand -= kept
-        self._give_back([offset for *_, offset in todo if offset not in kept])
+        self._give_back([each.offset for each in todo if each.offset not in kept])
+
+    async def aclose(self) -> None:
+        """Return when nothing is read into memory any more: what was under way has arrived. No request comes."""
+        await asyncio.gather(*self._works, return_exceptions=True)
 
     def _give_back(self, offsets: list[int]) -> None:
         self.in_hand.difference_update(offsets)

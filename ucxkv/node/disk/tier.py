@@ -1,7 +1,8 @@
 """The disk tier of one node: its folders, what was in them at the start, and the two ways between memory and disk.
 
 Promises
-- A block is read back with the bytes that were put, or it is a miss; a folder that fails takes no part of memory along.
+- A block is read back with the bytes that were put (where a codec with loss was chosen: with those it makes of them),
+  or it is a miss; a folder that fails takes no part of memory along.
 - Nothing here is waited for by a put that finds memory; one that finds none waits for the disk for `disk_wait_ms` at
   most, then the oldest blocks go without a copy.
 - A deleted block does not come back: the answer to a delete waits until its tombstone is as safe as a copy is.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -22,15 +24,17 @@ import structlog
 
 from ucxkv import errors
 from ucxkv.directory import tiering
+from ucxkv.node.disk.coding import AS_IS, Coder, usable_numbers
 from ucxkv.node.disk.demoting import Demoter
 from ucxkv.node.disk.places import Places
 from ucxkv.node.disk.promoting import Promoter
 from ucxkv.tiers.base import SetupFailed, TierError
+from ucxkv.tiers.codecs import CODECS
 from ucxkv.tiers.datafiles import Datafiles, Hooks, StripedDatafiles
 from ucxkv.tiers.engines import open_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from ucxkv.node.config import NodeConfig
     from ucxkv.node.store import HostStore
@@ -60,6 +64,7 @@ class DiskTier:
     def __init__(self, config: NodeConfig, store: HostStore) -> None:
         self._config, self._store = config, store
         self.places = Places()
+        self.coder = Coder(config)
         self._engines: list[IoEngine] = []
         self._stores: list[Datafiles] = []
         self._probes: list[Probe] = []
@@ -105,10 +110,11 @@ class DiskTier:
             self._store,
             self.datafiles,
             self.places,
+            self.coder,
             min(_WARM_BYTES_MAX, max(1 << 20, config.host_bytes // _WARM_SHARE)),
         )
-        self.demoter = Demoter(self._store, self.datafiles, self.places)
-        blocks_found = self.datafiles.adopt(found)
+        self.demoter = Demoter(self._store, self.datafiles, self.places, self.coder)
+        blocks_found = self._readable(self.datafiles.adopt(found))
         if config.cluster:
             self.unreachable = sum(1 for _ in blocks_found)
         else:
@@ -120,6 +126,17 @@ class DiskTier:
         self.demoter.start()
 
     # ---- what is there at the start
+
+    def _readable(self, found: Iterable[Recovered]) -> Iterator[Recovered]:
+        """Without those that a codec stored which this process does not have: they are left as they are."""
+        usable, unknown = usable_numbers(), Counter[int]()
+        for one in found:
+            if one.place.flags in usable and (one.place.flags == AS_IS) == (not one.original):
+                yield one
+            else:
+                unknown[one.place.flags] += 1
+        for number, count in unknown.items():
+            log.warning("disk.undecodable", blocks=count, codec=number, fix=_fix_for(number))
 
     def _adopt(self, found: Iterable[Recovered]) -> None:
         """Show what was recovered, parents before children; log order is that but for what was written again."""
@@ -142,13 +159,14 @@ class DiskTier:
 
     def _adopt_some(self, some: list[Recovered]) -> list[Recovered]:
         """Those that were not taken in."""
-        handles = self.places.add([one.key for one in some], [one.place for one in some])
+        shown = [one.version if one.original else one.place.sum for one in some]
+        handles = self.places.add([one.key for one in some], [one.place for one in some], shown)
         event = tiering.AdoptCold(
             b"".join(one.key for one in some),
             b"".join(one.parent for one in some),
             handles,
-            np.array([one.place.length for one in some], np.uint32),
-            np.array([one.place.sum for one in some], np.uint64),
+            np.array([one.original or one.place.length for one in some], np.uint32),
+            np.array(shown, np.uint64),
         )
         taken = self._store.handle(event, time.monotonic_ns()).taken
         for handle in handles[taken == 0].tolist():
@@ -290,6 +308,7 @@ class DiskTier:
             "disk_damaged": sum(one.blocks_damaged for one in stats),
             "disk_files": sum(one.files for one in stats),
             "disk_files_reclaimed": sum(one.files_reclaimed for one in stats),
+            **self.coder.counts,
             **self.promoter.counts,
             **self.demoter.counts,
         }
@@ -300,7 +319,7 @@ class DiskTier:
         text = f"{', '.join(self._config.disk)} ({engine.name}{': ' + engine.why if engine.why else ''})"
         warnings = [one.warning for one in self.datafiles.stats if one.warning]
         failed = [f"failed: {self.demoter.failure}"] if self.demoter.failure else []
-        return {"disk": "; ".join([text, *warnings, *failed])}
+        return {"disk": "; ".join([text, *filter(None, [self.coder.fact]), *warnings, *failed])}
 
     async def aclose(self) -> None:
         """Write what is not written yet, for some seconds at most, and close; a disk that hangs is left. Idempotent."""
@@ -324,6 +343,8 @@ class DiskTier:
         if hasattr(self, "demoter"):
             await asyncio.gather(*self._tasks)
             await self.demoter.aclose()
+            await self.promoter.aclose()
+            self.coder.close()
         await self._close_stores()
 
     async def _close_stores(self) -> None:
@@ -332,6 +353,12 @@ class DiskTier:
         for engine in self._engines:
             await engine.aclose()
         self._stores, self._engines = [], []
+
+
+def _fix_for(codec: int) -> str:
+    if codec < len(CODECS):
+        return 'pip install "ucxkv[codec]", then start the node again'
+    return "start the release that wrote them; this one does not know that codec"
 
 
 def _make(folder: Path) -> None:
