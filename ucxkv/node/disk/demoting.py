@@ -20,6 +20,7 @@ import structlog
 
 from ucxkv.directory import events, tiering
 from ucxkv.directory.slots import NONE, ROOT_KEY
+from ucxkv.node.disk.coding import WORN
 from ucxkv.tiers.base import NoSpace, TierBusy, TierError, WritesFailed
 from ucxkv.tiers.datafiles import Block
 from ucxkv.tiers.io import EngineClosed
@@ -38,6 +39,7 @@ _WRITERS = 2
 """Batches under way at once: one is gathered and summed up while the drive has the other."""
 _LEASE_NS = 60 * 10**9
 _PAUSE_S = 0.05
+_WORN_CLEAN = 4096
 _OWNER = 0
 """Of the tier's leases; no session has it."""
 
@@ -57,6 +59,8 @@ class Demoter:
         self._again: list[tuple[int, int]] = []
         self._writing: dict[bytes, asyncio.Future[None]] = {}
         """Keys whose blocks are on their way to the disk -> done when they are there, or not."""
+        self._worn: set[bytes] = set()
+        """Keys of blocks to be written again, which were stored with loss; some of them are gone."""
         self.failure: str = ""
         """Why nothing is written any more, once it is so."""
         self.progress_ns = time.monotonic_ns()
@@ -133,7 +137,8 @@ class Demoter:
         shown = [block.sum for block in blocks]
         try:
             if self._coder.is_encoding:
-                coded = await self._coder.encode([block.buffers[0] for block in blocks], shown)
+                worn = [block.flags == WORN for block in blocks]
+                coded = await self._coder.encode([block.buffers[0] for block in blocks], shown, worn)
                 blocks, shown = list(map(_as_coded, blocks, coded)), [one.shown for one in coded]
             found = await self._datafiles.write(blocks)
         except (TierBusy, NoSpace) as exc:
@@ -152,6 +157,7 @@ class Demoter:
         for handle in handles[taken == 0].tolist():
             self._places.free(handle)
         self.progress_ns = time.monotonic_ns()
+        self._worn.difference_update(keys)
         self._forget_soon([key for key, one in zip(keys, taken.tolist(), strict=True) if not one])
         return True
 
@@ -166,11 +172,13 @@ class Demoter:
         words, above = directory.words, directory.parent[slot]
         _, offset, length = words.extent(slot)
         value = self._store.segment.view[offset : offset + length]
+        key = words.key(slot)
         return Block(
-            key=words.key(slot),
+            key=key,
             sum=words.tail(slot)[2],
             version=0,
             buffers=(value,),
+            flags=WORN if key in self._worn else 0,
             parent=ROOT_KEY if above == NONE else words.key(above),
         )
 
@@ -178,6 +186,13 @@ class Demoter:
         self.failure = str(why)
         self._has_work.set()
         log.error("disk.failed", why=self.failure, what="blocks are kept in memory only until the node starts again")
+
+    def wear(self, keys: list[bytes]) -> None:
+        """The copies of these are gone, which were stored with loss: their blocks are not so again."""
+        self._worn.update(keys)
+        if len(self._worn) > _WORN_CLEAN:
+            slots = self._store.directory.table.find(b"".join(self._worn)).tolist()
+            self._worn = {key for key, slot in zip(self._worn, slots, strict=True) if slot >= 0}
 
     # ---- forgetting
 
@@ -232,5 +247,5 @@ def _as_coded(block: Block, coded: Coded) -> Block:
         return block
     original = memoryview(block.buffers[0]).nbytes
     return block._replace(
-        sum=coded.sum, version=coded.shown, buffers=(coded.data,), flags=coded.codec, original=original
+        sum=coded.sum, version=coded.shown, buffers=(coded.data,), flags=block.flags | coded.codec, original=original
     )

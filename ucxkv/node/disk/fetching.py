@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, NamedTuple
 
-from ucxkv.node.disk.coding import AS_IS, Stored
+from ucxkv.node.disk.coding import AS_IS, Stored, codec_in
 from ucxkv.tiers.datafile_format import padded
 from ucxkv.tiers.datafiles.memory import AlignedMemory
 
@@ -50,10 +50,10 @@ class Fetcher:
 
     async def fetch(self, wanted: Sequence[Wanted]) -> list[TierError | None]:
         """Read these: for each None, or why it could not be read. Raises as Datafiles.read_many."""
-        parts: list[list[int]] = [[at for at, each in enumerate(wanted) if each.place.flags == AS_IS]]
+        parts: list[list[int]] = [[at for at, each in enumerate(wanted) if codec_in(each.place.flags) == AS_IS]]
         nbytes = _SLICE_BYTES
         for at, each in enumerate(wanted):
-            if each.place.flags != AS_IS:
+            if codec_in(each.place.flags) != AS_IS:
                 if nbytes + padded(each.place.length) > _SLICE_BYTES:
                     parts.append([])
                     nbytes = 0
@@ -91,7 +91,7 @@ class Fetcher:
         stored = [
             Stored(
                 buffers[at][: wanted[at].place.length],
-                wanted[at].place.flags,
+                codec_in(wanted[at].place.flags),
                 wanted[at].into[: wanted[at].length],
                 wanted[at].shown,
             )

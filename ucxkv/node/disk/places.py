@@ -80,6 +80,11 @@ class Places:
         """The sum of what the copy brings back."""
         return int(self._rows["shown"][handle])
 
+    def flags(self, handles: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+        """Of each of these, also of those whose file was used again."""
+        found: npt.NDArray[np.uint32] = self._rows["flags"][handles]
+        return found
+
     def key(self, handle: int) -> bytes:
         """The key of the copy's block."""
         return bytes(self._rows["key"][handle])

@@ -24,7 +24,7 @@ import structlog
 
 from ucxkv import errors
 from ucxkv.directory import tiering
-from ucxkv.node.disk.coding import AS_IS, Coder, usable_numbers
+from ucxkv.node.disk.coding import AS_IS, Coder, codec_in, is_lossy, usable_numbers
 from ucxkv.node.disk.demoting import Demoter
 from ucxkv.node.disk.places import Places
 from ucxkv.node.disk.promoting import Promoter
@@ -35,6 +35,8 @@ from ucxkv.tiers.engines import open_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    import numpy.typing as npt
 
     from ucxkv.node.config import NodeConfig
     from ucxkv.node.store import HostStore
@@ -131,10 +133,11 @@ class DiskTier:
         """Without those that a codec stored which this process does not have: they are left as they are."""
         usable, unknown = usable_numbers(), Counter[int]()
         for one in found:
-            if one.place.flags in usable and (one.place.flags == AS_IS) == (not one.original):
+            codec = codec_in(one.place.flags)
+            if codec in usable and (codec == AS_IS) == (not one.original):
                 yield one
             else:
-                unknown[one.place.flags] += 1
+                unknown[codec] += 1
         for number, count in unknown.items():
             log.warning("disk.undecodable", blocks=count, codec=number, fix=_fix_for(number))
 
@@ -199,10 +202,22 @@ class DiskTier:
     def _dropped(self, drive: int, file: int, generation: int) -> None:
         handles = self.places.of_file(drive, file, generation)
         if len(handles):
+            self._wear(handles)
             event = tiering.CopiesLost(self.places.keys(handles), handles)
             gone = self._store.handle(event, time.monotonic_ns())
             self._store.counts["disk_reclaimed"] += gone.blocks
             self.poke()
+
+    def _wear(self, handles: npt.NDArray[np.uint32]) -> None:
+        """Before these copies are lost: blocks that stay in memory are written again, those worn as such."""
+        flags = self.places.flags(handles)
+        worn = [one for one in np.unique(flags).tolist() if is_lossy(one)]
+        if worn:
+            keys, cold = self.places.keys(handles[np.isin(flags, worn)]), self._store.directory.cold
+            slots = self._store.directory.table.find(keys).tolist()
+            self.demoter.wear(
+                [keys[16 * at : 16 * at + 16] for at, slot in enumerate(slots) if slot >= 0 and cold.copy[slot]]
+            )
 
     # ---- what the store asks and tells
 
