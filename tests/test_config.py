@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -139,3 +140,36 @@ def test_durability_that_cannot_be_kept_is_refused(flags: dict[str, object], sai
     with pytest.raises(SetupError, match=said):
         node_config(None, flags)
     assert node_config(None, {"durability": "process", "state_dir": "/s"}).durability == "process"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"disk_codec": "zip"}, "disk_codec"),
+        ({"disk_codec": "lossless"}, "disk_dtype"),
+        ({"disk_codec": "lossless", "disk_dtype": "bf16"}, "bfloat16"),
+        ({"disk_codec": "int8", "disk_channels": 128}, "disk_dtype"),
+        ({"disk_codec": "int8", "disk_channels": 128, "disk_dtype": "float64"}, "float32 | float16 | bfloat16"),
+        ({"disk_codec": "int8", "disk_dtype": "bfloat16"}, "disk_channels = 0"),
+        ({"disk_codec": "int8", "disk_dtype": "bfloat16", "disk_channels": 128, "disk_tokens": 0}, "disk_tokens"),
+        ({"disk_codec": "int8", "disk_dtype": "bfloat16", "disk_channels": 128, "disk": ()}, "no disk"),
+    ],
+)
+def test_a_codec_that_cannot_work_is_refused_with_what_it_needs(settings: dict[str, object], said: str) -> None:
+    """Goal: no node finds out later that it cannot encode. Method: each missing or wrong setting beside a codec."""
+    with pytest.raises(SetupError) as caught:
+        node_config(None, {"disk": ("/d",), **settings}, environ={})
+    assert said in str(caught.value)
+
+
+def test_a_codec_needs_its_library_when_the_node_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: the fix is named. Method: right settings without zstandard and with it; int8 and none do without."""
+    right = {"disk": ("/d",), "disk_dtype": "bfloat16", "disk_channels": 128}
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "zstandard", None)
+        with pytest.raises(SetupError, match=r'--disk-codec.*pip install "ucxkv\[codec\]"'):
+            node_config(None, {**right, "disk_codec": "lossless"}, environ={})
+        assert node_config(None, {**right, "disk_codec": "int8"}, environ={}).disk_codec == "int8"
+        assert node_config(None, right, environ={}).disk_codec == "none"
+    pytest.importorskip("zstandard", reason="needs the extra codec")
+    assert node_config(None, {**right, "disk_codec": "lossless"}, environ={}).disk_codec == "lossless"
