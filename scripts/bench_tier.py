@@ -1,6 +1,7 @@
 """How fast does a node serve a working set many times its memory from disk, and again after a restart?
 
     python scripts/bench_tier.py [--folder DIR] [--host-bytes 256MiB] [--set-bytes 4GiB] [--json] [--quick]
+        [--codec none|lossless|int8]
 
 Bound: each block is read from the disk once into the node's memory and copied from there, so the disk is the limit: fio
 (`apt-get install fio`) with the same block and depth on its own file in the same folder, in the same run; without fio
@@ -8,6 +9,9 @@ there is none. `put` writes the whole set (the disk's writes are the limit, sinc
 `get_many, cold` reads it in batches in an order that no memory of this size helps; `get, cold` one block at a time,
 beside one read of fio; `get, hot` the same block again. Then the node is killed (-9) and started again, and the same is
 read once more; `ready again` is the time from its start to its first answer. Every block read is compared.
+
+With a codec the blocks are normal values in bfloat16, as 16 tokens of 128 channels, and what int8 brings back is
+compared with what the codec makes of the block.
 """
 
 from __future__ import annotations
@@ -29,28 +33,46 @@ import ucxkv
 from ucxkv.cli.launch import NodeProcess, start_node, stop_nodes
 from ucxkv.cli.measure import Row, Series, row
 from ucxkv.sizes import parse_size
+from ucxkv.tiers.codecs import CODECS, codec_of
 
 BATCH = 64
+TOKENS, CHANNELS = 16, 128
 
 
 class Set:
     """The working set: chains of 64 blocks; block i is a pattern that i alone gives."""
 
-    def __init__(self, nbytes: int, block: int) -> None:
-        self.block, self.count = block, nbytes // block // BATCH * BATCH
+    def __init__(self, nbytes: int, block: int, codec: str) -> None:
+        self.block, self.count, self._codec = block, nbytes // block // BATCH * BATCH, codec
         self.keys = np.frombuffer(os.urandom(16 * self.count), np.uint8).reshape(-1, 16)
         self._base = np.arange(block // 8, dtype=np.uint64)
+        if codec != "none":
+            values = np.random.default_rng(1).standard_normal(block // 2, np.float32)
+            self._base = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint64)
         self.into = np.empty((BATCH, block // 8), np.uint64)
 
     def value(self, i: int) -> np.ndarray:
         """What block i is."""
-        return self._base * np.uint64(2 * i + 1)
+        return self._base * np.uint64(2 * i + 1) if self._codec == "none" else np.roll(self._base, i)
 
     def check(self, which: list[int], got: np.ndarray) -> None:
-        """AssertionError when one of these blocks is not what was put."""
+        """AssertionError when one of these blocks is neither what was put nor what the codec makes of it."""
         for i, one in zip(which, got, strict=True):
-            if not np.array_equal(one, self.value(i)):
+            if not np.array_equal(one, self.value(i)) and not np.array_equal(one, self._back(i)):
                 raise AssertionError(f"block {i} came back with other bytes")
+
+    def _back(self, i: int) -> np.ndarray:
+        """What comes back of block i from a codec with loss."""
+        value = self.value(i)
+        codec = codec_of(self._codec)
+        stored = codec.encode(
+            value.data, dtype="bfloat16", shape=(self.block // 2 // TOKENS // CHANNELS, TOKENS, CHANNELS)
+        )
+        into = np.empty_like(value)
+        if codec.is_lossless or stored is None:
+            return value
+        codec.decode(stored, into.data)
+        return into
 
 
 async def put(kv: ucxkv.Client, work: Set) -> Series:
@@ -146,6 +168,7 @@ def run() -> int:
     options = parser(__doc__, sizes="")
     options.set_defaults(host_bytes=256 << 20)
     options.add_argument("--set-bytes", type=parse_size, default=4 << 30, help="bytes of all blocks (default 4GiB)")
+    options.add_argument("--codec", choices=[codec.name for codec in CODECS], default="none", help="on the disk")
     options.add_argument("--block", type=parse_size, default=1 << 20, help="bytes of a block (default 1MiB)")
     options.add_argument(
         "--folder", type=Path, default=Path(), help="on the disk to measure (default: the current one)"
@@ -159,9 +182,11 @@ def run() -> int:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> None:
-    work = Set(arguments.set_bytes, arguments.block)
+    work = Set(arguments.set_bytes, arguments.block, arguments.codec)
     bench = Bench("tier", "a working set larger than memory, from disk", arguments)
-    flags = ("--disk", str(folder / "disk"), "--disk-bytes", str(2 * arguments.set_bytes + (1 << 30)))
+    flags = ["--disk", str(folder / "disk"), "--disk-bytes", str(2 * arguments.set_bytes + (1 << 30))]
+    if arguments.codec != "none":
+        flags += ["--disk-codec", arguments.codec, "--disk-dtype", "bfloat16", "--disk-channels", str(CHANNELS)]
 
     def start() -> NodeProcess:
         node = start_node("bench-tier", host_bytes=str(arguments.host_bytes), arguments=flags)
@@ -211,13 +236,19 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
     try:
         bench.run(
             [("put", first), ("get", lambda: serve("")), ("restart", again)],
-            blocks=work.count, set_bytes=work.count * work.block, host_bytes=arguments.host_bytes,
+            codec=arguments.codec, blocks=work.count, set_bytes=work.count * work.block,
+            host_bytes=arguments.host_bytes,
         )  # fmt: skip
     finally:
         stop_nodes([state["node"]])
     numbers = state["numbers"]
     written = numbers["disk_written_bytes"] / max(1.0, numbers["disk_payload_bytes"])
     if not arguments.json:
+        if arguments.codec != "none":
+            saves = numbers["disk_codec_in_bytes"] / max(1.0, numbers["disk_codec_out_bytes"])
+            print(
+                f"{arguments.codec} saves {saves:.2f}x; blocks stored as they are: {numbers['disk_codec_declined']:.0f}"
+            )
         print(f"bytes written for a byte of value: {written:.4f}; evicted without a copy: {numbers['evicted']:.0f}")
 
 
