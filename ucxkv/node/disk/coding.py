@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from ucxkv.node.config import NodeConfig
 
-__all__ = ["AS_IS", "WORN", "Coded", "Coder", "Stored", "codec_in", "codecs_for", "is_lossy", "usable_numbers"]
+__all__ = ["AS_IS", "WORN", "Coded", "Coder", "Stored", "codec_in", "codecs_for", "is_lossy", "is_usable"]
 
 T = TypeVar("T")
 AS_IS = 0
@@ -102,19 +102,16 @@ def codecs_for(config: NodeConfig) -> tuple[Codec, ...]:
         _prove_usable(codec)
         return (codec,)
     fallback = codec_of("lossless")
-    return (codec, fallback) if fallback.number in usable_numbers() else (codec,)
+    return (codec, fallback) if is_usable(fallback.number) else (codec,)
 
 
-def usable_numbers() -> frozenset[int]:
-    """Numbers of the codecs whose blocks this process can read."""
-    found = set()
-    for codec in CODECS:
-        try:
-            _prove_usable(codec)
-        except SetupFailed:
-            continue
-        found.add(codec.number)
-    return frozenset(found)
+def is_usable(number: int) -> bool:
+    """Whether this process can read blocks of the codec with that number."""
+    try:
+        _prove_usable(codec_number(number))
+    except (CodecUnknown, SetupFailed):
+        return False
+    return True
 
 
 def _prove_usable(codec: Codec) -> None:

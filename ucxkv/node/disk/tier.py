@@ -24,7 +24,7 @@ import structlog
 
 from ucxkv import errors
 from ucxkv.directory import tiering
-from ucxkv.node.disk.coding import AS_IS, Coder, codec_in, is_lossy, usable_numbers
+from ucxkv.node.disk.coding import AS_IS, Coder, codec_in, is_lossy, is_usable
 from ucxkv.node.disk.demoting import Demoter
 from ucxkv.node.disk.places import Places
 from ucxkv.node.disk.promoting import Promoter
@@ -131,10 +131,13 @@ class DiskTier:
 
     def _readable(self, found: Iterable[Recovered]) -> Iterator[Recovered]:
         """Without those that a codec stored which this process does not have: they are left as they are."""
-        usable, unknown = usable_numbers(), Counter[int]()
+        usable: dict[int, bool] = {}
+        unknown = Counter[int]()
         for one in found:
             codec = codec_in(one.place.flags)
-            if codec in usable and (codec == AS_IS) == (not one.original):
+            if codec not in usable:
+                usable[codec] = is_usable(codec)
+            if usable[codec] and (codec == AS_IS) == (not one.original):
                 yield one
             else:
                 unknown[codec] += 1
