@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +14,52 @@ import pytest
 import ucxkv
 from tests.conftest import blocks, keys
 from tests.faults import works
-from tests.harness import wait_until
-from tests.integration.disk_nodes import BLOCK, DISK_BYTES, MIB, config, flip, life, numbers, on_disk, process, put_all
+from tests.harness import NodeProcess, wait_until
 from ucxkv import DeleteStatus, PutStatus
 from ucxkv.directory import ReadStatus
 from ucxkv.errors import SetupError
-from ucxkv.node import Node
+from ucxkv.node import Node, NodeConfig
 from ucxkv.node.state import forget
+
+MIB = 1 << 20
+BLOCK = 256 << 10
+DISK_BYTES = 96 * MIB
+
+
+def config(folder: Path, **changes: object) -> NodeConfig:
+    values: dict[str, object] = {
+        "name": "d1", "listen": "127.0.0.1:0", "host_bytes": 8 * MIB, "disk": (str(folder / "disk"),),
+        "disk_bytes": DISK_BYTES, **changes,
+    }  # fmt: skip
+    return NodeConfig(**values)  # type: ignore[arg-type]
+
+
+def process(folder: Path, **flags: str) -> NodeProcess:
+    return NodeProcess("d1", **{"host_bytes": "8MiB", "disk": str(folder / "disk"), "disk_bytes": "96MiB", **flags})
+
+
+@contextlib.asynccontextmanager
+async def life(folder: Path, **changes: object) -> AsyncIterator[tuple[Node, ucxkv.Client]]:
+    """One life in this process, checked at its end."""
+    async with Node(config(folder, **changes)) as node, ucxkv.connect(node.address) as kv:
+        yield node, kv
+        node.store.check()
+
+
+async def put_all(kv: ucxkv.Client, chain: list[bytes], values: np.ndarray, step: int = 8) -> None:
+    """In calls of a few, as engines do; back-pressure is waited for."""
+    for at in range(0, len(chain), step):
+        some = chain[at : at + step]
+        parents = [chain[at - 1] if at else bytes(16), *some[:-1]]
+        (await kv.put_many(some, values[at : at + step], parents)).raise_for_status()
+
+
+async def numbers(kv: ucxkv.Client) -> dict[str, float]:
+    return (await kv.status())[0].numbers
+
+
+async def on_disk(kv: ucxkv.Client) -> bool:
+    return (await numbers(kv))["disk_pending"] == 0
 
 
 @pytest.mark.parametrize("path", ["mapped", "message", "network"])
@@ -218,10 +257,10 @@ async def test_bytes_that_changed_on_disk_are_a_miss_and_what_is_below_goes_too(
     async with life(tmp_path) as (_, kv):
         await put_all(kv, chain, values)
     if when == "stopped":
-        flip(tmp_path / "disk", values[8].tobytes())
+        flip(tmp_path / "disk", values[8])
     async with life(tmp_path) as (node, kv):
         if when == "running":
-            flip(tmp_path / "disk", values[8].tobytes())
+            flip(tmp_path / "disk", values[8])
         got = await kv.get_many(chain)
         assert got.values is not None and got.values[:8] == [value.tobytes() for value in values[:8]]
         assert got.values[8] is None and got.status[8] == ReadStatus.MISS
@@ -229,6 +268,20 @@ async def test_bytes_that_changed_on_disk_are_a_miss_and_what_is_below_goes_too(
         assert node.disk.unreachable == 7 if when == "stopped" else (await numbers(kv))["disk_damaged"] >= 1
         await put_all(kv, chain, values)
         assert (await kv.get_many(chain)).hits == 16
+
+
+def flip(folder: Path, value: np.ndarray) -> None:
+    """One byte of the one copy of this value."""
+    flipped = 0
+    for file in sorted(folder.iterdir()):
+        data = file.read_bytes()
+        at = data.find(value.tobytes()[:4096])
+        if at >= 0:
+            with file.open("r+b") as out:
+                out.seek(at + 77)
+                out.write(bytes([data[at + 77] ^ 1]))
+            flipped += 1
+    assert flipped == 1
 
 
 async def test_a_disk_that_fails_takes_nothing_of_memory_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import ucxkv
 from tests.conftest import blocks, keys
 from tests.faults import works
 from tests.harness import wait_until
-from tests.integration.disk_nodes import BLOCK, MIB, config, flip, life, numbers, on_disk, process, put_all
+from tests.integration.test_disk import BLOCK, MIB, config, flip, life, numbers, on_disk, process, put_all
 from tests.tiers.coded import as_words, kv_values
 from ucxkv import PutStatus
 from ucxkv.directory import ReadStatus
@@ -173,10 +173,10 @@ async def test_encoded_bytes_that_changed_on_disk_are_a_miss(
     async with life(tmp_path, **changes) as (_, kv):
         await put_all(kv, chain, values)
     if when == "stopped":
-        flip(tmp_path / "disk", stored_as(values[8], name))
+        flip(tmp_path / "disk", np.frombuffer(stored_as(values[8], name), np.uint8))
     async with life(tmp_path, **changes) as (node, kv):
         if when == "running":
-            flip(tmp_path / "disk", stored_as(values[8], name))
+            flip(tmp_path / "disk", np.frombuffer(stored_as(values[8], name), np.uint8))
         got = await kv.get_many(chain)
         assert got.values is not None and each_is(got.values[:8], made)
         assert got.values[8] is None and got.status[8] == ReadStatus.MISS
