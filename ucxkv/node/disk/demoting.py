@@ -39,7 +39,8 @@ _WRITERS = 2
 """Batches under way at once: one is gathered and summed up while the drive has the other."""
 _LEASE_NS = 60 * 10**9
 _PAUSE_S = 0.05
-_WORN_CLEAN = 4096
+_WORN_KEYS = 4096
+"""From so many on, keys of worn blocks that are gone are left out."""
 _OWNER = 0
 """Of the tier's leases; no session has it."""
 
@@ -190,7 +191,7 @@ class Demoter:
     def wear(self, keys: list[bytes]) -> None:
         """The copies of these are gone, which were stored with loss: their blocks are not so again."""
         self._worn.update(keys)
-        if len(self._worn) > _WORN_CLEAN:
+        if len(self._worn) > _WORN_KEYS:
             slots = self._store.directory.table.find(b"".join(self._worn)).tolist()
             self._worn = {key for key, slot in zip(self._worn, slots, strict=True) if slot >= 0}
 

@@ -134,6 +134,9 @@ class DiskTier:
         usable: dict[int, bool] = {}
         unknown = Counter[int]()
         for one in found:
+            if not one.place.flags and not one.original:
+                yield one
+                continue
             codec = codec_in(one.place.flags)
             if codec not in usable:
                 usable[codec] = is_usable(codec)
