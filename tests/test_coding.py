@@ -13,7 +13,7 @@ import xxhash
 from tests.tiers.coded import as_words, kv_values
 from ucxkv.node import NodeConfig
 from ucxkv.node.disk import coding
-from ucxkv.node.disk.coding import WORN, Coder, Stored, codec_in, is_lossy
+from ucxkv.node.disk.coding import EXACT, Coder, Stored, codec_in, is_exact_next
 from ucxkv.tiers.base import BlockDamaged
 from ucxkv.tiers.codecs import ERROR_BOUND
 
@@ -79,14 +79,14 @@ async def test_bytes_that_lost_their_sum_are_stored_as_they_are() -> None:
     own.close()
 
 
-async def test_a_worn_block_is_stored_without_loss() -> None:
-    """Goal: losses never add up. Method: values that int8 takes, every other one worn; a copy's flags."""
+async def test_an_exact_block_is_stored_without_loss() -> None:
+    """Goal: losses never add up. Method: values that int8 takes, every other one exact; a copy's flags."""
     own, values = coder("int8"), [value(seed=n) for n in range(4)]
     coded = await own.encode(values, [total(one) for one in values], [False, True] * 2)
     assert [one.codec for one in coded] == [2, 1, 2, 1]
     assert [one.shown == total(was) for one, was in zip(coded, values, strict=True)] == [False, True] * 2
-    assert [is_lossy(flags) for flags in (0, 1, 2, WORN, WORN | 1, WORN | 2)] == [False, False, True, True, True, True]
-    assert [codec_in(flags) for flags in (0, 2, WORN, WORN | 1, 512 | 1)] == [0, 2, 0, 1, 513]
+    assert [flags for flags in (0, 1, 2, EXACT, EXACT | 1) if is_exact_next(flags)] == [2, EXACT, EXACT | 1]
+    assert [codec_in(flags) for flags in (0, 2, EXACT, EXACT | 1, 512 | 1)] == [0, 2, 0, 1, 513]
     own.close()
 
 

@@ -113,10 +113,11 @@ class SyncClient:
         parent: bytes | None = None,
         *,
         durable: bool = False,
+        exact: bool = False,
         deadline_s: float | None = None,
     ) -> PutStatus:
         """Store one block."""
-        return self._run(self._client.put(key, block, parent, durable=durable, deadline_s=deadline_s))
+        return self._run(self._client.put(key, block, parent, durable=durable, exact=exact, deadline_s=deadline_s))
 
     def put_many(self, keys: Keys, blocks: object, parents: Any = None, **options: Any) -> PutResult:
         """Store n blocks; options as `Client.put_many`."""

@@ -323,20 +323,23 @@ async def test_durable_puts_are_exact_and_what_they_make_durable_stays_as_it_cam
 async def test_a_block_is_stored_with_loss_once_however_often_it_is_written(tmp_path: Path) -> None:
     """Goal: losses do not add up. Method: a chain that int8 stored and brought back is held in memory while the disk is
     filled more than once, so that its copies go and it is written anew; it leaves memory and comes back; three times,
-    with a restart between. Every time it is what it was after the first."""
-    chain, values = keys(6), kv_blocks(6)
+    with restarts between, one of them without a codec. Every time it is what it was after the first; a chain that was
+    put as exact is what was put."""
+    chain, values, true = keys(6), kv_blocks(6), keys(4)
     lossy, fill = back(values, "int8"), kv_blocks(20, seed=8)
     small = {**INT8, "disk_bytes": 24 * MIB}
     assert (back(lossy, "int8") != lossy).any(), "stored with loss again it would be another one"
     async with life(tmp_path, **small) as (_, kv):
         await put_all(kv, chain, values)
-    for _ in range(3):
-        async with life(tmp_path, **small) as (node, kv):
+        assert (await kv.put_many(true[:3], values[:3], "chain", exact=True)).ok
+        assert await kv.put(true[3], values[3], true[2], exact=True) is PutStatus.STORED
+    for settings in (small, {"disk_bytes": 24 * MIB}, small):
+        async with life(tmp_path, **settings) as (node, kv):
             assert each_is((await kv.get_many(chain)).values, lossy)
-            async with kv.lease(chain) as lease:
+            async with kv.lease(chain + true) as lease:
                 assert lease.granted.all() and node.disk is not None
-                before = {place_of(node, key) for key in chain}
-                while {place_of(node, key) for key in chain} & before:
+                before = {place_of(node, key) for key in chain + true}
+                while {place_of(node, key) for key in chain + true} & before:
                     await put_all(kv, keys(20), fill, step=20)
                 await wait_until(lambda: on_disk(kv), "all copies to be written")
                 assert lease.valid
@@ -344,6 +347,8 @@ async def test_a_block_is_stored_with_loss_once_however_often_it_is_written(tmp_
             await put_all(kv, keys(20), fill)
             assert (await kv.match(chain)).tiers.tolist() == [2] * 6
             assert each_is((await kv.get_many(chain)).values, lossy)
+            assert (await kv.match(true)).tiers.tolist() == [2] * 4
+            assert each_is((await kv.get_many(true)).values, values)
 
 
 def place_of(node: Node, key: bytes) -> object:

@@ -121,6 +121,7 @@ class BlockCalls:
         parent: bytes | None = None,
         *,
         durable: bool = False,
+        exact: bool = False,
         deadline_s: float | None = None,
     ) -> PutStatus:
         """Store one block; visible to everybody when this returns STORED or ALREADY.
@@ -131,7 +132,7 @@ class BlockCalls:
 
         durable: it, and what is above it, is not evicted and survives the node's process; STORED and ALREADY mean that
         then. Raises JournalFailed where the node can log nothing more. Only nodes started with durability = process
-        take it.
+        take it. exact: no node stores it with loss (`disk_codec = "int8"`); for what is no keys and values.
         """
         self._check()
         deadline_ns = self._deadline(deadline_s)
@@ -139,7 +140,8 @@ class BlockCalls:
         above = ROOT_KEY if parent is None else as_key(parent)
         source = as_source(block)
         sole = self._router.sole
-        if sole is not None and sole.is_alive and source.is_flat and not durable and not self._order.puts(above):
+        is_plain = source.is_flat and not (durable or exact)
+        if sole is not None and sole.is_alive and is_plain and not self._order.puts(above):
             address, nbytes = int(source.addr[0]), int(source.nbytes[0])
             if nbytes <= THREAD_BYTES:
                 self._busy += 1
@@ -154,7 +156,7 @@ class BlockCalls:
                     self._count_put(1, *((1, nbytes) if done in _STORED else (0, 0)))
                     return PutStatus(done)
         row, parents = np.frombuffer(key, np.uint8).reshape(1, 16), np.frombuffer(above, np.uint8).reshape(1, 16)
-        status = await self._put(row, parents, source, None, deadline_ns, durable)
+        status = await self._put(row, parents, source, None, deadline_ns, durable, exact)
         return PutStatus(status[0])
 
     def _count_put(self, puts: int, stored: int, nbytes: int) -> None:
@@ -172,6 +174,7 @@ class BlockCalls:
         part: Part | None = None,
         gather: bool = False,
         durable: bool = False,
+        exact: bool = False,
         deadline_s: float | None = None,
     ) -> PutResult:
         """Store n blocks in order; each has its own status.
@@ -182,6 +185,7 @@ class BlockCalls:
         root), one
         key a block (all zeros = root), or None (all are roots). part: store only this part of each block.
         gather: copy non-contiguous sources instead of refusing them. durable: see `put`; for whole blocks only.
+        exact: see `put`.
         """
         rows = self._keys(keys)
         deadline_ns = self._deadline(deadline_s)
@@ -200,7 +204,7 @@ class BlockCalls:
             raise errors.UsageError("durable=True with part: only whole blocks are durable; put them in one piece")
         if not len(rows):
             return PutResult(np.empty(0, np.uint8), self._router.seen.token)
-        status = await self._put(rows, above, pieces, part, deadline_ns, durable)
+        status = await self._put(rows, above, pieces, part, deadline_ns, durable, exact)
         return PutResult(status, self._router.seen.token)
 
     async def _put(
@@ -211,13 +215,16 @@ class BlockCalls:
         part: Part | None,
         deadline_ns: int,
         durable: bool,
+        exact: bool,
     ) -> npt.NDArray[np.uint8]:
         self._busy += 1
         try:
             call = await self._order.enter(rows, parents, deadline_ns)
             try:
                 if part is None or part.count == 1:
-                    status = await put_blocks(self._router, rows, parents, pieces, deadline_ns, durable=durable)
+                    status = await put_blocks(
+                        self._router, rows, parents, pieces, deadline_ns, durable=durable, exact=exact
+                    )
                 else:
                     status = await put_parts(self._router, rows, parents, pieces, part, deadline_ns)
             finally:

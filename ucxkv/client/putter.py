@@ -141,6 +141,7 @@ class Putter:
         deadline_ns: int,
         *,
         durable: bool = False,
+        exact: bool = False,
         untried: int = _UNAVAILABLE,
     ) -> U8:
         """Store n single-part blocks in order; PutStatus u8[n], UNAVAILABLE where no answer came in time.
@@ -156,7 +157,7 @@ class Putter:
         self._note_put()
         uniform = n == 1 or bool((pieces.nbytes == pieces.nbytes[0]).all())
         if uniform and n <= CHUNK_KEYS_MAX and int(pieces.nbytes[0]) * n <= CHUNK_BYTES_MIN:
-            return await self._put_small(keys, parents, pieces, deadline_ns, durable, untried)
+            return await self._put_small(keys, parents, pieces, deadline_ns, durable, exact, untried)
         status = np.full(n, untried, np.uint8)
         flying: list[tuple[int, int, asyncio.Future[ControlMessage], int]] = []
         moved = 0
@@ -174,7 +175,7 @@ class Putter:
                     stop = begin + len(taken)
                     part = pieces.run(begin, stop)
                     some, above = keys[16 * begin : 16 * stop], parents[16 * begin : 16 * stop]
-                    future = await self._send(some, above, part, taken, length, deadline_ns, durable)
+                    future = await self._send(some, above, part, taken, length, deadline_ns, durable, exact)
                     flying.append((begin, stop, future, length))
                     status[begin:stop] = _UNAVAILABLE  # from here on its answer alone tells
                     moved += length * len(taken)
@@ -200,7 +201,7 @@ class Putter:
         return status
 
     async def _put_small(
-        self, keys: bytes, parents: bytes, pieces: Pieces, deadline_ns: int, durable: bool, untried: int
+        self, keys: bytes, parents: bytes, pieces: Pieces, deadline_ns: int, durable: bool, exact: bool, untried: int
     ) -> U8:
         """One message, one round trip: the common case."""
         n, length = len(pieces), int(pieces.nbytes[0]) if len(pieces) else 0
@@ -215,7 +216,7 @@ class Putter:
                 stop = done + len(taken)
                 part = pieces.run(done, stop)
                 some, above = keys[16 * done : 16 * stop], parents[16 * done : 16 * stop]
-                future = await self._send(some, above, part, taken, length, deadline_ns, durable)
+                future = await self._send(some, above, part, taken, length, deadline_ns, durable, exact)
                 if untried != _UNAVAILABLE:
                     status[done:stop] = _UNAVAILABLE
                 self._connection.wait_inline(future, deadline_ns)
@@ -246,6 +247,7 @@ class Putter:
         length: int,
         deadline_ns: int,
         durable: bool,
+        exact: bool,
     ) -> asyncio.Future[ControlMessage]:
         """Move the bytes, then send the commit; returns the future of its answer."""
         try:
@@ -263,6 +265,7 @@ class Putter:
             refill_length=length,
             durable=durable,
             epoch=self._link.epoch,
+            exact=exact,
         )
         return self._start(message, deadline_ns)
 

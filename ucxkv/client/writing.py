@@ -84,22 +84,37 @@ def _rows(keys: KeyRows) -> list[bytes]:
 
 
 async def put_blocks(
-    router: Router, keys: KeyRows, parents: KeyRows, pieces: Pieces, deadline_ns: int, *, durable: bool = False
+    router: Router,
+    keys: KeyRows,
+    parents: KeyRows,
+    pieces: Pieces,
+    deadline_ns: int,
+    *,
+    durable: bool = False,
+    exact: bool = False,
 ) -> U8:
     """Store n single-part blocks: PutStatus u8[n]. durable: all on nodes that keep them, or UsageError and none."""
     if router.shards.count:
 
         async def attempt(keys: KeyRows, parents: KeyRows, pieces: Pieces) -> U8:
-            return await _put_blocks(router, keys, parents, pieces, deadline_ns, durable, UNTRIED)
+            return await _put_blocks(router, keys, parents, pieces, deadline_ns, durable, exact, UNTRIED)
 
         return await until_decided(router, keys, parents, pieces, deadline_ns, attempt)
     if router.sole is not None:
-        return await router.sole.putter.put(keys.tobytes(), parents.tobytes(), pieces, deadline_ns, durable=durable)
-    return await _put_blocks(router, keys, parents, pieces, deadline_ns, durable, _UNAVAILABLE)
+        raw = keys.tobytes(), parents.tobytes()
+        return await router.sole.putter.put(*raw, pieces, deadline_ns, durable=durable, exact=exact)
+    return await _put_blocks(router, keys, parents, pieces, deadline_ns, durable, exact, _UNAVAILABLE)
 
 
 async def _put_blocks(
-    router: Router, keys: KeyRows, parents: KeyRows, pieces: Pieces, deadline_ns: int, durable: bool, untried: int
+    router: Router,
+    keys: KeyRows,
+    parents: KeyRows,
+    pieces: Pieces,
+    deadline_ns: int,
+    durable: bool,
+    exact: bool,
+    untried: int,
 ) -> U8:
     """Try once. untried: the status of blocks of which nothing happened."""
     n = len(keys)
@@ -114,7 +129,9 @@ async def _put_blocks(
         some_keys, some_parents = (keys, parents) if whole else (keys[mine], parents[mine])
         part = pieces if whole else pieces.take(mine)
         raw_keys, raw_parents = some_keys.tobytes(), some_parents.tobytes()
-        done = await link.putter.put(raw_keys, raw_parents, part, deadline_ns, durable=durable, untried=untried)
+        done = await link.putter.put(
+            raw_keys, raw_parents, part, deadline_ns, durable=durable, exact=exact, untried=untried
+        )
         if untried == UNTRIED:
             await _doubt(router, link, raw_keys[:16], done, deadline_ns)
         status[mine] = done

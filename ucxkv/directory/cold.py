@@ -36,6 +36,8 @@ COLD = 1 << 30
 DISK_REGION = 0xFFFF
 """Of a cold block's slot; its offset is the handle of the copy. No reader ever has it mapped."""
 TIER_HOST, TIER_NVME = 1, 2
+EXACT = 1
+"""In the writer's byte of a slot: the value is not to be stored with loss."""
 OWN_REGION = 0
 
 

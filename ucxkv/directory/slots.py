@@ -20,7 +20,8 @@ Slot, 64 bytes, little endian (`SLOT_DTYPE`):
 | 24 | epoch u32 | 32 | offset u64 | 56 | check u32: low half of xxh3 over bytes 0..55 |
 | 28 | state u8: 0 free, 1 visible | 40 | length u32, 44 tier u8 | 60 | version u32: odd = being written |
 
-flags[0] is the directory's own (bit 0: a derived slot, part p >= 1 of a block), flags[1] the writer's, flags[2] unused.
+flags[0] is the directory's own (bit 0: a derived slot, part p >= 1 of a block), flags[1] the writer's
+(1: `cold.EXACT`), flags[2] unused.
 """
 
 from __future__ import annotations

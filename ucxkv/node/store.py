@@ -25,7 +25,7 @@ import numpy as np
 
 from ucxkv import errors
 from ucxkv.directory import Directory, PutStatus, SlotReader, SlotTable, events, table_bytes, tiering
-from ucxkv.directory.cold import DISK_REGION
+from ucxkv.directory.cold import DISK_REGION, EXACT
 from ucxkv.directory.invariants import held_extents
 from ucxkv.node.adoption import Adoption
 from ucxkv.node.disk.numbers import NO_DISK
@@ -193,10 +193,8 @@ class HostStore:
         if self.disk is not None:
             self.make_slots(len(offsets), now_ns)
             self.disk.poke()
-        reply = self.handle(
-            events.Put(request.keys, request.parents, request.regions, request.offsets, request.lengths, request.sums),
-            now_ns,
-        )
+        columns = (request.keys, request.parents, request.regions, request.offsets, request.lengths, request.sums)
+        reply = self.handle(events.Put(*columns, flag=EXACT if request.exact else 0), now_ns)
         status = reply.status.tobytes()
         self.counts["puts"] += len(status)
         if any(status):  # STORED is 0

@@ -178,7 +178,8 @@ class Put(Message, frozen=True):
     The message uses its extents up, whatever becomes of each block: the sender writes them no more.
     refill_length: ask for new extents of this size, in the answer; 0 for none. refill_count: how many, 0 for as many as
     were used. durable: answer when they survive what the node's durability says. epoch: the node's, as its Welcome
-    said: under another one it leads other shards, and refuses (NotLeader); 0 where it has none.
+    said: under another one it leads other shards, and refuses (NotLeader); 0 where it has none. exact: no tier stores
+    them with loss.
     """
 
     CODE: ClassVar[int] = 12
@@ -192,6 +193,7 @@ class Put(Message, frozen=True):
     refill_count: UInt = 0
     durable: bool = False
     epoch: UInt = 0
+    exact: bool = False
 
 
 class PutPart(Message, frozen=True):

@@ -6,8 +6,8 @@ Invariants
 - Bytes that do not have their sum are never encoded: they are stored as they are, and stay provably bad.
 - What comes back has the sum that was said when it was written: of the bytes that were put, or, where the codec loses
   something, of those that it makes of them. Anything else is a damaged copy.
-- A block is stored with loss once: one that came back from such a copy, or may have, is *worn*, and from then on it is
-  stored without loss, so that losses never add up. A copy's flags say so, over restarts too.
+- A block is stored with loss once: one that came back from such a copy, or may have, is *exact* from then on, stored
+  without loss, so that losses never add up. What its writer called exact never is. A copy's flags say it.
 - A block that the codec declines is offered to `lossless`, where that can be had, and else stored as it is.
 """
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
     from ucxkv.node.config import NodeConfig
 
-__all__ = ["AS_IS", "WORN", "Coded", "Coder", "Stored", "codec_in", "codecs_for", "is_lossy", "is_usable"]
+__all__ = ["AS_IS", "EXACT", "Coded", "Coder", "Stored", "codec_in", "codecs_for", "is_exact_next", "is_usable"]
 
 T = TypeVar("T")
 AS_IS = 0
-WORN = 1 << 8
-"""In a copy's flags, beside the codec's number in their low byte: the value was stored with loss before."""
+EXACT = 1 << 8
+"""In a copy's flags, beside the codec's number: the value is not to be stored with loss."""
 _ENCODERS = 2
 """One a batch of the writer that may be under way."""
 _DECODERS = 4
@@ -66,12 +66,12 @@ class Stored(NamedTuple):
 
 def codec_in(flags: int) -> int:
     """The number of the codec in a copy's flags; one that nobody has where they say more than this release knows."""
-    return flags & ~WORN
+    return flags & ~EXACT
 
 
-def is_lossy(flags: int) -> bool:
-    """Whether a block with such a copy is worn."""
-    return bool(flags & WORN) or any(codec.number == flags and not codec.is_lossless for codec in CODECS)
+def is_exact_next(flags: int) -> bool:
+    """Whether a block with such a copy is not stored with loss the next time."""
+    return bool(flags & EXACT) or any(codec.number == flags and not codec.is_lossless for codec in CODECS)
 
 
 def codecs_for(config: NodeConfig) -> tuple[Codec, ...]:
@@ -151,11 +151,11 @@ class Coder:
 
     # ---- to the disk
 
-    async def encode(self, values: Sequence[Buffer], sums: Sequence[int], worn: Sequence[bool]) -> list[Coded]:
+    async def encode(self, values: Sequence[Buffer], sums: Sequence[int], exact: Sequence[bool]) -> list[Coded]:
         """How to store these values, which have these sums; borrowed and not changed until this returns or raises."""
 
         def work() -> list[Coded]:
-            return [self._encode(*each) for each in zip(values, sums, worn, strict=True)]
+            return [self._encode(*each) for each in zip(values, sums, exact, strict=True)]
 
         coded = await _run(self._encoders, work)
         for value, one in zip(values, coded, strict=True):
@@ -164,12 +164,12 @@ class Coder:
             self.counts["disk_codec_declined"] += one.codec == AS_IS
         return coded
 
-    def _encode(self, value: Buffer, total: int, is_worn: bool) -> Coded:
+    def _encode(self, value: Buffer, total: int, is_exact: bool) -> Coded:
         as_is = Coded(value, AS_IS, total, total)
         if sum_bytes(value) != total:
             return as_is
         for codec in self._codecs:
-            if is_worn and not codec.is_lossless:
+            if is_exact and not codec.is_lossless:
                 continue
             data = codec.encode(value, dtype=self._dtype, shape=self._shape(memoryview(value).nbytes))
             if data is None:

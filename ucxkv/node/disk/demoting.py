@@ -19,8 +19,9 @@ import numpy as np
 import structlog
 
 from ucxkv.directory import events, tiering
+from ucxkv.directory.cold import EXACT as SAID_EXACT
 from ucxkv.directory.slots import NONE, ROOT_KEY
-from ucxkv.node.disk.coding import WORN
+from ucxkv.node.disk.coding import EXACT
 from ucxkv.tiers.base import NoSpace, TierBusy, TierError, WritesFailed
 from ucxkv.tiers.datafiles import Block
 from ucxkv.tiers.io import EngineClosed
@@ -39,8 +40,8 @@ _WRITERS = 2
 """Batches under way at once: one is gathered and summed up while the drive has the other."""
 _LEASE_NS = 60 * 10**9
 _PAUSE_S = 0.05
-_WORN_KEYS = 4096
-"""From so many on, keys of worn blocks that are gone are left out."""
+_EXACT_KEYS = 4096
+"""From so many on, keys of blocks that are gone are left out."""
 _OWNER = 0
 """Of the tier's leases; no session has it."""
 
@@ -60,8 +61,8 @@ class Demoter:
         self._again: list[tuple[int, int]] = []
         self._writing: dict[bytes, asyncio.Future[None]] = {}
         """Keys whose blocks are on their way to the disk -> done when they are there, or not."""
-        self._worn: set[bytes] = set()
-        """Keys of blocks to be written again, which were stored with loss; some of them are gone."""
+        self._exact: set[bytes] = set()
+        """Keys of blocks to be written again, now without loss; some of them are gone."""
         self.failure: str = ""
         """Why nothing is written any more, once it is so."""
         self.progress_ns = time.monotonic_ns()
@@ -138,8 +139,8 @@ class Demoter:
         shown = [block.sum for block in blocks]
         try:
             if self._coder.is_encoding:
-                worn = [block.flags == WORN for block in blocks]
-                coded = await self._coder.encode([block.buffers[0] for block in blocks], shown, worn)
+                exact = [block.flags == EXACT for block in blocks]
+                coded = await self._coder.encode([block.buffers[0] for block in blocks], shown, exact)
                 blocks, shown = list(map(_as_coded, blocks, coded)), [one.shown for one in coded]
             found = await self._datafiles.write(blocks)
         except (TierBusy, NoSpace) as exc:
@@ -158,7 +159,7 @@ class Demoter:
         for handle in handles[taken == 0].tolist():
             self._places.free(handle)
         self.progress_ns = time.monotonic_ns()
-        self._worn.difference_update(keys)
+        self._exact.difference_update(keys)
         self._forget_soon([key for key, one in zip(keys, taken.tolist(), strict=True) if not one])
         return True
 
@@ -173,13 +174,13 @@ class Demoter:
         words, above = directory.words, directory.parent[slot]
         _, offset, length = words.extent(slot)
         value = self._store.segment.view[offset : offset + length]
-        key = words.key(slot)
+        key, (_, said, total) = words.key(slot), words.tail(slot)
         return Block(
             key=key,
-            sum=words.tail(slot)[2],
+            sum=total,
             version=0,
             buffers=(value,),
-            flags=WORN if key in self._worn else 0,
+            flags=EXACT if said & SAID_EXACT or key in self._exact else 0,
             parent=ROOT_KEY if above == NONE else words.key(above),
         )
 
@@ -188,12 +189,12 @@ class Demoter:
         self._has_work.set()
         log.error("disk.failed", why=self.failure, what="blocks are kept in memory only until the node starts again")
 
-    def wear(self, keys: list[bytes]) -> None:
-        """The copies of these are gone, which were stored with loss: their blocks are not so again."""
-        self._worn.update(keys)
-        if len(self._worn) > _WORN_KEYS:
-            slots = self._store.directory.table.find(b"".join(self._worn)).tolist()
-            self._worn = {key for key, slot in zip(self._worn, slots, strict=True) if slot >= 0}
+    def keep_exact(self, keys: list[bytes]) -> None:
+        """Do not store these with loss: they were, or are not to be."""
+        self._exact.update(keys)
+        if len(self._exact) > _EXACT_KEYS:
+            slots = self._store.directory.table.find(b"".join(self._exact)).tolist()
+            self._exact = {key for key, slot in zip(self._exact, slots, strict=True) if slot >= 0}
 
     # ---- forgetting
 

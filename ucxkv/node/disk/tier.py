@@ -24,7 +24,7 @@ import structlog
 
 from ucxkv import errors
 from ucxkv.directory import tiering
-from ucxkv.node.disk.coding import AS_IS, Coder, codec_in, is_lossy, is_usable
+from ucxkv.node.disk.coding import AS_IS, Coder, codec_in, is_exact_next, is_usable
 from ucxkv.node.disk.demoting import Demoter
 from ucxkv.node.disk.places import Places
 from ucxkv.node.disk.promoting import Promoter
@@ -208,20 +208,20 @@ class DiskTier:
     def _dropped(self, drive: int, file: int, generation: int) -> None:
         handles = self.places.of_file(drive, file, generation)
         if len(handles):
-            self._wear(handles)
+            self._keep_exact(handles)
             event = tiering.CopiesLost(self.places.keys(handles), handles)
             gone = self._store.handle(event, time.monotonic_ns())
             self._store.counts["disk_reclaimed"] += gone.blocks
             self.poke()
 
-    def _wear(self, handles: npt.NDArray[np.uint32]) -> None:
-        """Before these copies are lost: blocks that stay in memory are written again, those worn as such."""
+    def _keep_exact(self, handles: npt.NDArray[np.uint32]) -> None:
+        """Before these copies are lost: blocks that stay in memory are written again, some of them without loss."""
         flags = self.places.flags(handles)
-        worn = [one for one in np.unique(flags).tolist() if is_lossy(one)]
-        if worn:
-            keys, cold = self.places.keys(handles[np.isin(flags, worn)]), self._store.directory.cold
+        exact = [one for one in np.unique(flags).tolist() if is_exact_next(one)]
+        if exact:
+            keys, cold = self.places.keys(handles[np.isin(flags, exact)]), self._store.directory.cold
             slots = self._store.directory.table.find(keys).tolist()
-            self.demoter.wear(
+            self.demoter.keep_exact(
                 [keys[16 * at : 16 * at + 16] for at, slot in enumerate(slots) if slot >= 0 and cold.copy[slot]]
             )
 

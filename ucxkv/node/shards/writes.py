@@ -209,6 +209,7 @@ def _picked(request: m.Put, rows: list[int]) -> m.Put:
         lengths=some(request.lengths, 4),
         sums=some(request.sums, 8),
         durable=request.durable,
+        exact=request.exact,
     )
 
 
