@@ -218,11 +218,12 @@ static void *reader_thread(void *arg) {
 
 /* A value goes to its other home, perhaps by way of a region that nobody maps; the home it leaves is written over at once. */
 static void move_value(kv_writer *w, int32_t slot, uint8_t *from, uint8_t *to, uint64_t offset, int is_far) {
+    uint64_t sum = kvx_sum(from, VALUE);
     memcpy(to, from, VALUE);
-    if (is_far) CHECK(!slots_move(w, (uint32_t)slot, 0xFFFF, 7, 2));
-    else CHECK(!slots_move(w, (uint32_t)slot, 0, offset, 1));
+    if (is_far) CHECK(!slots_move(w, (uint32_t)slot, 0xFFFF, 7, 2, sum));
+    else CHECK(!slots_move(w, (uint32_t)slot, 0, offset, 1, sum));
     memset(from, 0xEE, VALUE);
-    if (is_far) CHECK(!slots_move(w, (uint32_t)slot, 0, offset, 1));
+    if (is_far) CHECK(!slots_move(w, (uint32_t)slot, 0, offset, 1, sum));
 }
 
 static void check_threads(uint64_t seed, unsigned rounds) {

@@ -6,14 +6,13 @@ import os
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import ucxkv
 from tests.harness import NodeProcess
 from tests.objects.test_loss import value_of
-from ucxkv.node import NodeConfig
-
-pytestmark = pytest.mark.skipif("disk" not in NodeConfig.__dataclass_fields__, reason="nodes have no disk tier here")
+from ucxkv.node import Node, NodeConfig
 
 MIB = 1 << 20
 
@@ -78,3 +77,21 @@ async def test_no_older_version_is_there_after_kill_9(tmp_path: Path) -> None:
                 await churn.run(kv, 60)
                 node.kill()
     assert found > 5
+
+
+async def test_an_object_is_never_stored_with_loss(tmp_path: Path) -> None:
+    """Goal: a codec for KV does not touch what is none. Method: a node that encodes with int8 and has memory for a
+    third; arrays of floats come back bit for bit, from disk."""
+    pytest.importorskip("zstandard", reason="needs the extra codec")
+    config = NodeConfig(
+        name="exact", listen="127.0.0.1:0", host_bytes=16 << 20, disk=(str(tmp_path / "disk"),), disk_bytes=256 << 20,
+        disk_codec="int8", disk_dtype="float32", disk_channels=128,
+    )  # fmt: skip
+    arrays = [np.random.default_rng(n).standard_normal(1 << 20).astype(np.float32) for n in range(12)]
+    async with Node(config) as node, ucxkv.connect(node.address) as kv:
+        for n, array in enumerate(arrays):
+            await kv.objects.put(f"a{n}", array)
+        for n, array in enumerate(arrays):
+            found = await kv.objects.get(f"a{n}")
+            assert found is not None and np.array_equal(found.value, array)
+        assert (await kv.status())[0].numbers["disk_promoted"] > 0

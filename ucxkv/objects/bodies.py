@@ -79,7 +79,7 @@ class Bodies:
                 above[0] = keys[begin - 1]
             run = pieces.run(begin, end)
             result = await self._client.put_many(
-                keys[begin:end], run, above, durable=durable, deadline_s=left_s(deadline_ns)
+                keys[begin:end], run, above, durable=durable, exact=True, deadline_s=left_s(deadline_ns)
             )
             if not _is_in(result.status):
                 return False

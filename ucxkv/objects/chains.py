@@ -193,7 +193,9 @@ class Chains:
 
     async def _put(self, key: bytes, raw: bytes, parent: bytes | None, durable: bool, deadline_ns: int) -> PutStatus:
         while True:
-            status = await self._client.put(key, raw, parent, durable=durable, deadline_s=left_s(deadline_ns))
+            status = await self._client.put(
+                key, raw, parent, durable=durable, exact=True, deadline_s=left_s(deadline_ns)
+            )
             if status is PutStatus.UNAVAILABLE:
                 raise errors.Unavailable("the node did not answer in time, and the object may have been put or not")
             if status is not PutStatus.BUSY:
