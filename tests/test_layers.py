@@ -41,6 +41,7 @@ LAYERS = {
     "ucxkv.directory": "cores",
     "ucxkv.replication": "cores",
     "ucxkv.policy": "cores",
+    "ucxkv.loadsplit": "cores",
     "ucxkv.simulation": "simulation",
     "ucxkv.control": "control",
     "ucxkv.journal": "journal",

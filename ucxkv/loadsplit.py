@@ -1,0 +1,311 @@
+"""Load or compute: a prefix's blocks are computed from the front while the rest loads from the back, until they meet.
+
+The plan of one such prefix of n blocks, after Cake ("Compute or load KV cache? Why not both?", ICML 2025). It is told
+what begins and ends and when, and answers what to take next:
+
+    0 ......... head ............ tail ......... n
+    | computed  |  nobody's yet   |  loaded      |
+    (or being   |                 |  (or being loaded, or handed back to compute because it did not come)
+     computed)
+
+Invariants
+  - Each block is on one side at a time and ends on exactly one: computed or loaded. head and tail meet once; a load
+    that is called back moves tail up again, over blocks that were never told to be there.
+  - What is handed to the engine comes in token order, except for blocks that did not come; those follow at the end,
+    when all blocks below them are there. So an engine always has the keys and values of all tokens before a span.
+  - By the costs known at a decision the two sides end as close to each other as blocks allow. With costs that are true
+    the whole is over no later than by loading all of it or by computing all of it.
+  - Costs are learned on the way: each end scales what its side (each tier of it) is thought to cost, by at most
+    `_STEP_MOST` at once. A load that is late is thought to take as much longer again as it is late.
+  - A decision costs O(log n), the whole plan at most O(n) of them; nothing is kept but a few words a block.
+
+Pure: time is handed in, in seconds of any monotonic clock.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ucxkv.errors import UsageError
+
+__all__ = ["LoadSplit"]
+
+Floats = npt.NDArray[np.float64]
+
+_GAIN: Final = 0.7
+_STEP_MOST: Final = 16.0
+_SCALE_MOST: Final = 1e5
+_LEAST_S: Final = 1e-9
+_NOBODY, _COMPUTED, _LOADED = 0, 1, 2
+
+
+@dataclass(slots=True)
+class _Running:
+    """A span of blocks on its way: since when, and how long that should take."""
+
+    blocks: range
+    start_s: float
+    expected_s: float
+
+
+class LoadSplit:
+    """See the module. Blocks are numbered from 0.
+
+    computes_s: f64[n], seconds to compute each block after all before it; loads_s: f64[n], to load each; tiers: u8[n],
+    where each is, so that tiers are learned apart (None: all in one). compute_blocks: most blocks of a span to compute,
+    load_blocks: most of a load; loads_at_once: loads in flight, which end in the order in which they began.
+    Raises UsageError for arrays of other lengths, and for costs that are no time.
+    """
+
+    def __init__(
+        self,
+        computes_s: Floats,
+        loads_s: Floats,
+        tiers: npt.NDArray[np.uint8] | None = None,
+        *,
+        compute_blocks: int = 16,
+        load_blocks: int = 4,
+        loads_at_once: int = 1,
+    ) -> None:
+        n = len(loads_s)
+        tiers = np.zeros(n, np.uint8) if tiers is None else tiers
+        if len(computes_s) != n or len(tiers) != n:
+            raise UsageError(
+                f"{len(computes_s)} compute times, {n} load times and {len(tiers)} tiers: one each a block"
+            )
+        for what, seconds in (("compute", computes_s), ("load", loads_s)):
+            if not (np.isfinite(seconds).all() and (np.asarray(seconds) >= 0).all()):
+                raise UsageError(f"{what} times of blocks are seconds, at least 0")
+        if min(compute_blocks, load_blocks, loads_at_once) < 1:
+            raise UsageError("compute_blocks, load_blocks and loads_at_once are at least 1")
+        self.blocks_count = n
+        self.head, self.tail = 0, n
+        self._compute_blocks, self._load_blocks, self._loads_at_once = compute_blocks, load_blocks, loads_at_once
+        self._compute_sums = _sums(np.maximum(computes_s, _LEAST_S))
+        loads = np.maximum(loads_s, _LEAST_S)
+        self._load_sums = {int(tier): _sums(np.where(tiers == tier, loads, 0.0)) for tier in np.unique(tiers)}
+        self._compute_scale = 1.0
+        self._load_scales = dict.fromkeys(self._load_sums, 1.0)
+        self._computing: _Running | None = None
+        self._loading: deque[_Running] = deque()
+        self._load_end_s = -float("inf")
+        self._is_loading_over = False
+        self._missing: list[int] = []
+        self._sides = bytearray(n)
+
+    # ---- what is known
+
+    @property
+    def is_over(self) -> bool:
+        """Every block is there."""
+        return self.head == self.tail and not (self._computing or self._loading or self._missing)
+
+    @property
+    def computed_blocks(self) -> int:
+        """Blocks that were computed so far."""
+        return self._sides.count(_COMPUTED)
+
+    @property
+    def loaded_blocks(self) -> int:
+        """Blocks that were loaded so far."""
+        return self._sides.count(_LOADED)
+
+    @property
+    def compute_scale(self) -> float:
+        """How many times as long as told computing takes."""
+        return self._compute_scale
+
+    def load_scale(self, tier: int = 0) -> float:
+        """How many times as long as told loading from a tier takes; 1 for one that holds no block of these."""
+        return self._load_scales.get(tier, 1.0)
+
+    def expected_s(self, now_s: float) -> float:
+        """Until every block is there, as known now."""
+        at = self._meeting(now_s)
+        missing = sum(self._compute_s(range(block, block + 1)) for block in self._missing)
+        return max(self._compute_end_s(at, now_s), self._load_left_s(at, now_s)) + missing
+
+    # ---- computing
+
+    def next_compute(self, now_s: float) -> range | None:
+        """Blocks to compute now, which nobody else brings; None: nothing, until a load ends or `wait_s` is over.
+
+        Not to be asked again before `computed`.
+        """
+        assert self._computing is None, "the span that was handed out is not computed yet"
+        blocks = range(0)
+        if self.head < self.tail:
+            blocks = range(self.head, min(self._meeting(now_s), self.head + self._compute_blocks))
+            self.head += len(blocks)
+        elif self._missing and not self._loading:
+            first = self._missing[0]
+            end = 1
+            while end < min(len(self._missing), self._compute_blocks) and self._missing[end] == first + end:
+                end += 1
+            blocks = range(first, first + end)
+            del self._missing[:end]
+        if not blocks:
+            return None
+        self._computing = _Running(blocks, now_s, self._compute_s(blocks))
+        return blocks
+
+    def computed(self, now_s: float) -> None:
+        """The span that was handed out is computed."""
+        done, self._computing = self._computing, None
+        assert done is not None, "nothing was handed out to compute"
+        self._cover(done.blocks, _COMPUTED)
+        self._compute_scale = _rescaled(self._compute_scale, (now_s - done.start_s) / done.expected_s)
+
+    # ---- loading
+
+    def next_load(self, now_s: float) -> range | None:
+        """Blocks to load now, from the last on; None: no more for now."""
+        if self._is_loading_over or self.head == self.tail or len(self._loading) >= self._loads_at_once:
+            return None
+        blocks = range(max(self._meeting(now_s), self.tail - self._load_blocks), self.tail)
+        if not blocks:
+            return None
+        self.tail = blocks.start
+        self._loading.append(_Running(blocks, now_s, self._load_s(blocks)))
+        return blocks
+
+    def loaded(self, now_s: float, missing: Iterable[int] = ()) -> None:
+        """The oldest load in flight ended; `missing`: blocks of it that did not come, which are computed instead.
+
+        A load of which nothing came is the last: what is gone there is gone below, or its node is.
+        """
+        done = self._loading.popleft()
+        gone = set(missing)
+        assert gone <= set(done.blocks), f"{sorted(gone)} are not all of the load {done.blocks}"
+        for block in done.blocks:
+            if block in gone:
+                insort(self._missing, block)
+            else:
+                self._cover(range(block, block + 1), _LOADED)
+        if len(gone) == len(done.blocks):
+            self.stop_loading()
+        elif not gone:
+            self._observe_load(done, now_s - max(done.start_s, self._load_end_s))
+        self._load_end_s = now_s
+
+    def stop_loading(self) -> None:
+        """Begin no more loads; those in flight may end."""
+        self._is_loading_over = True
+
+    def recall(self, now_s: float) -> range | None:
+        """The newest load in flight, when computing its blocks is over before it would be; else None.
+
+        The caller ends it, and then tells `returned`, or `loaded` where it came after all.
+        """
+        if self.head < self.tail or self._computing or not self._loading:
+            return None
+        newest = self._loading[-1].blocks
+        return newest if self._in_flight_s(now_s) > self._compute_s(newest) else None
+
+    def returned(self, now_s: float) -> None:
+        """The newest load in flight was given up, and writes nowhere any more: its blocks are left to compute.
+
+        No load begins after that: below there is nothing left, and here the store has just lost against the engine.
+        """
+        given_up = self._loading.pop()
+        assert given_up.blocks.start == self.tail == self.head, "only what nothing was taken below may be given up"
+        self.tail = given_up.blocks.stop
+        self.stop_loading()
+        lasted_s = now_s - max(given_up.start_s, self._load_end_s)
+        if not self._loading and lasted_s > given_up.expected_s:
+            self._observe_load(given_up, lasted_s)
+
+    def wait_s(self, now_s: float) -> float:
+        """After how long to ask again when nothing ends before: a load may be late by then."""
+        if not self._loading:
+            return _LEAST_S
+        return max(1e-3, 0.5 * self._lasted_s(now_s), self._loading[0].expected_s - self._lasted_s(now_s))
+
+    def check(self) -> None:
+        """Assert the invariants; for tests."""
+        assert 0 <= self.head <= self.tail <= self.blocks_count
+        spans = [*(run.blocks for run in self._loading), *([self._computing.blocks] if self._computing else ())]
+        taken = sorted([block for span in spans for block in span] + self._missing + list(range(self.head, self.tail)))
+        assert taken == [block for block, side in enumerate(self._sides) if side == _NOBODY]
+
+    # ---- costs
+
+    def _compute_s(self, blocks: range) -> float:
+        return self._compute_scale * (self._compute_sums[blocks.stop] - self._compute_sums[blocks.start])
+
+    def _load_s(self, blocks: range) -> float:
+        return sum(
+            self._load_scales[tier] * (sums[blocks.stop] - sums[blocks.start]) for tier, sums in self._load_sums.items()
+        )
+
+    def _observe_load(self, done: _Running, seconds: float) -> None:
+        """Each tier is scaled by its share of what the load was thought to take."""
+        total = self._load_s(done.blocks)
+        for tier, sums in self._load_sums.items():
+            part = self._load_scales[tier] * (sums[done.blocks.stop] - sums[done.blocks.start])
+            self._load_scales[tier] = _rescaled(self._load_scales[tier], seconds / total, part / total)
+
+    def _lasted_s(self, now_s: float) -> float:
+        """Since when the oldest load in flight has the way to itself."""
+        return now_s - max(self._loading[0].start_s, self._load_end_s) if self._loading else 0.0
+
+    def _in_flight_s(self, now_s: float) -> float:
+        """Until the loads in flight are over."""
+        if not self._loading:
+            return 0.0
+        left_s = abs(self._loading[0].expected_s - self._lasted_s(now_s))
+        return left_s + sum(run.expected_s for run in self._loading) - self._loading[0].expected_s
+
+    def _compute_end_s(self, at: int, now_s: float) -> float:
+        """Until all below block `at` is computed."""
+        running, late = 0.0, 1.0
+        if self._computing is not None:
+            lasted_s, expected_s = now_s - self._computing.start_s, self._computing.expected_s
+            running, late = abs(expected_s - lasted_s), max(1.0, lasted_s / expected_s)
+        return running + late * self._compute_s(range(self.head, at))
+
+    def _load_left_s(self, at: int, now_s: float) -> float:
+        """Until all from block `at` on is loaded."""
+        late = max(1.0, self._lasted_s(now_s) / self._loading[0].expected_s) if self._loading else 1.0
+        return self._in_flight_s(now_s) + late * self._load_s(range(at, self.tail))
+
+    def _meeting(self, now_s: float) -> int:
+        """Where the two sides should meet, head <= ... <= tail, so that the later one ends soonest; of two as good,
+        the one with less to compute.
+        """
+        if self._is_loading_over:
+            return self.tail
+        places = range(self.head, self.tail + 1)
+        at = self.head + bisect_left(
+            places, True, key=lambda place: self._compute_end_s(place, now_s) >= self._load_left_s(place, now_s)
+        )
+        at = min(at, self.tail)
+        if at > self.head and self._load_left_s(at - 1, now_s) <= max(
+            self._compute_end_s(at, now_s), self._load_left_s(at, now_s)
+        ):
+            at -= 1
+        return at
+
+    def _cover(self, blocks: range, side: int) -> None:
+        for block in blocks:
+            assert self._sides[block] == _NOBODY, f"block {block} is there already"
+            self._sides[block] = side
+
+
+def _sums(seconds: Floats) -> list[float]:
+    """Of the first 0, 1, 2... blocks."""
+    return [0.0, *np.cumsum(seconds).tolist()]
+
+
+def _rescaled(scale: float, ratio: float, share: float = 1.0) -> float:
+    """The scale after something lasted `ratio` times as long as it was thought to, of which `share` was its."""
+    ratio = min(max(ratio, 1 / _STEP_MOST), _STEP_MOST)
+    return min(max(scale * math.exp(_GAIN * share * math.log(ratio)), 1 / _SCALE_MOST), _SCALE_MOST)
