@@ -57,6 +57,7 @@ LAYERS = {
     "ucxkv.client.grants": "link",
     "ucxkv.client.leading": "link",
     "ucxkv.client.link": "link",
+    "ucxkv.client.loadcosts": "link",
     "ucxkv.client.mapped": "link",
     "ucxkv.client.message": "link",
     "ucxkv.client.networks": "link",

@@ -26,7 +26,6 @@ from ucxkv.client.results import (
     NodeStatus,
     PeerInfo,
     ReadStatus,
-    match_of,
 )
 from ucxkv.client.warming import warm_blocks
 from ucxkv.directory import NotServed
@@ -149,7 +148,7 @@ class Client(BlockCalls):
                 is_certain = False
         gone = np.flatnonzero(found == 0)
         blocks = int(gone[0]) if len(gone) else len(found)
-        return match_of(sizes[:blocks].astype(np.float64), tiers[:blocks], is_certain=is_certain)
+        return self._router.loads.match(holder, sizes[:blocks], tiers[:blocks], is_certain=is_certain)
 
     # ---- holding and removing
 

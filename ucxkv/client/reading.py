@@ -8,6 +8,7 @@ for a leader.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -98,8 +99,12 @@ async def _read_at(router: Router, link: NodeLink, keys: bytes, pieces: Pieces, 
     try:
         if not link.is_alive:
             raise errors.Unavailable("the node is gone", node=link.name)
+        start_ns = time.perf_counter_ns() if router.loads.is_due(n) else 0
         status, lengths = await link.path.read(keys, pieces, deadline_ns)
         bad = status.any()  # HIT is 0
+        if start_ns and not bad:
+            seconds = 1e-9 * (time.perf_counter_ns() - start_ns)
+            router.loads.arrived(link.name, link.path.kind, n, int(lengths.sum()), seconds)
         unmapped = np.flatnonzero(status == _UNMAPPED) if bad else ()
         if len(unmapped) and link.welcome.has_disk:
             await read_cold(link, keys, pieces, status, lengths, deadline_ns)

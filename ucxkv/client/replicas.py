@@ -11,6 +11,7 @@ Promises
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from ucxkv import errors
 from ucxkv.buffers import as_destinations
-from ucxkv.client.results import GetResult, Match, ReadStatus, match_of
+from ucxkv.client.results import GetResult, Match, ReadStatus
 from ucxkv.ids import KEY_BYTES
 from ucxkv.protocol import messages as m
 from ucxkv.tiers import copy as tier_copy
@@ -97,7 +98,7 @@ async def match_after(
         return match
     other = await _longest(router, far, keys, after, deadline_ns)
     most = max(other, best, match, key=lambda one: one.blocks)
-    return Match(most.blocks, most.tiers, most.load_s, is_certain=most.blocks == len(keys))
+    return dataclasses.replace(most, is_certain=most.blocks == len(keys))
 
 
 def _check(router: Router, after: Token) -> None:
@@ -187,7 +188,7 @@ def _passed_over(link: NodeLink, exc: errors.UcxKvError) -> None:
 async def _longest(router: Router, links: list[NodeLink], keys: KeyRows, after: Token, deadline_ns: int) -> Match:
     """The longest prefix that one of these replicas has."""
     shard = router.shards.shard(keys[0].tobytes())
-    best = match_of(np.zeros(0), np.zeros(0, np.uint8))
+    best = router.loads.match(None, np.zeros(0, np.uint64), np.zeros(0, np.uint8), is_certain=False)
     for link in links:
         sizes: list[int] = []
         points: list[Point] = []
@@ -208,7 +209,7 @@ async def _longest(router: Router, links: list[NodeLink], keys: KeyRows, after: 
         if len(sizes) > best.blocks:
             router.seen.take(point for point in points if point.shard == shard)
             tiers = np.full(len(sizes), _HOST_TIER, np.uint8)
-            best = match_of(np.array(sizes, np.float64), tiers, is_certain=len(sizes) == len(keys))
+            best = router.loads.match(link, np.array(sizes, np.uint64), tiers, is_certain=len(sizes) == len(keys))
         if best.blocks == len(keys):
             break
     return best

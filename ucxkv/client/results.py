@@ -33,7 +33,6 @@ __all__ = [
     "ReadStatus",
 ]
 
-_ASSUMED_LOAD_BYTES_S = 8e9
 _STORED_OR_ALREADY = (PutStatus.STORED, PutStatus.ALREADY, PutStatus.SEALED)
 
 
@@ -136,14 +135,18 @@ class GetResult:
 class Match:
     """The longest visible prefix of a chain.
 
-    blocks: its length. tiers: u8[blocks] (1 = host). load_s: f64[blocks], estimated seconds to load each.
+    blocks: its length. tiers: u8[blocks] (0 = gpu, 1 = host, 2 = nvme: brought to memory first). load_s: f64[blocks],
+    seconds to load each as one of many, as this client's reads of that node and tier went so far (`client.loadcosts`).
     is_certain: False when a node that may hold more of it did not answer; what is named was there all the same.
+    nbytes: u64[blocks], the stored sizes; empty where they were not asked for. node: who holds it; "" for nobody.
     """
 
     blocks: int
     tiers: U8
     load_s: npt.NDArray[np.float64]
     is_certain: bool = True
+    nbytes: U64 = field(default_factory=lambda: np.empty(0, np.uint64))
+    node: str = ""
 
 
 class PathKind(enum.StrEnum):
@@ -217,11 +220,6 @@ class NodeStatus:
             return self.numbers[name]
         except KeyError:
             raise AttributeError(f"a node reports no {name!r}; known: {', '.join(sorted(self.numbers))}") from None
-
-
-def match_of(sizes: npt.NDArray[np.float64], tiers: U8, *, is_certain: bool = False) -> Match:
-    """A match of blocks of these sizes in bytes."""
-    return Match(len(tiers), tiers.copy(), sizes / _ASSUMED_LOAD_BYTES_S, is_certain)
 
 
 def merged_sources(parts: Iterable[dict[str, int]]) -> dict[str, int]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ucxkv import errors
 from ucxkv.client.leading import ShardMap
+from ucxkv.client.loadcosts import LoadCosts
 from ucxkv.client.mapped import MappedPath
 from ucxkv.client.opening import open_link
 from ucxkv.client.results import PathKind, PeerInfo
@@ -68,6 +69,8 @@ class Router:
         """Who leads which shard; empty where the directory has none."""
         self.seen = Seen()
         """How far in the logs of shards the answers to this client were."""
+        self.loads = LoadCosts()
+        """What loads took so far."""
         self._members: Members | None = None
         self._homes: dict[bytes, str] = {}
         self._nearest: list[NodeLink] = []

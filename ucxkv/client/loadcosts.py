@@ -1,0 +1,146 @@
+"""What loading a block costs, by node and tier: documented first guesses, then what this client's own reads took.
+
+A load is a block's way from its tier into the node's memory, where it is not there already, and from there to this
+client. Both are fitted apart, each as `latency` a block and bytes a second (`policy.cost.LoadCost`):
+
+    load(block) = bring(node, tier)(nbytes) + arrive(node)(nbytes)          bring is nothing for host memory
+
+Promises
+  - An estimate is always positive, finite and within `_MOST` times the first guess, whatever was measured.
+  - One measurement moves the estimate for a load like it to (measured / expected) ** `_GAIN` times what it was, and
+    counts for at most `_CLIP` times as long, or as short, as expected: a moving average of logarithms.
+  - A measurement costs a few microseconds, and small reads are measured one in `_EVERY`; single reads on the short way
+    never are.
+
+A read tells blocks and bytes together: what it took longer than expected is laid to both terms by their shares, so
+reads of different sizes tell them apart, and with one size only that size is learned, which is what is asked for then.
+Pure: seconds are handed in.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ucxkv.client.results import Match, PathKind
+from ucxkv.errors import UsageError
+from ucxkv.policy.cost import LoadCost
+
+if TYPE_CHECKING:
+    from ucxkv.client.link import NodeLink
+    from ucxkv.client.path import U64
+
+__all__ = ["ARRIVE", "BRING", "HOST_TIER", "LoadCosts", "LoadMeter"]
+
+Floats = npt.NDArray[np.float64]
+
+GPU_TIER: Final = 0
+HOST_TIER: Final = 1
+NVME_TIER: Final = 2
+
+ARRIVE: Final = {
+    PathKind.MAPPED: LoadCost(1e-6, 8e9),
+    PathKind.RMA: LoadCost(3e-6, 10e9),
+    PathKind.MESSAGE: LoadCost(10e-6, 2e9),
+    PathKind.NONE: LoadCost(50e-6, 1e9),
+}
+"""First guesses from a node's memory to here: a copy in memory; one-sided reads over 100 Gb/s; TCP on one host."""
+
+BRING: Final = {GPU_TIER: LoadCost(10e-6, 12e9), NVME_TIER: LoadCost(20e-6, 3e9)}
+"""First guesses into a node's memory: over PCIe 3.0 x16; from one NVMe drive that is read many blocks at a time."""
+
+_GAIN: Final = 0.2
+_CLIP: Final = 4.0
+_MOST: Final = 1e4
+_EVERY: Final = 8
+_MANY: Final = 16
+_METERS_MAX: Final = 4096
+
+
+class LoadMeter:
+    """One way's cost from measured loads; see the module. `cost` is the estimate now, `count` what it has seen."""
+
+    def __init__(self, guess: LoadCost) -> None:
+        self._guess = guess
+        self._unit_s, self._unit_byte_s = max(guess.latency_s, 1e-9), 1.0 / guess.bandwidth
+        self.count = 0
+        self.cost = guess
+        self._later = self._slower = 1.0  # how many times the first guess's latency, and its seconds a byte
+
+    def observe(self, blocks: int, nbytes: int, seconds: float) -> None:
+        """This many blocks of together `nbytes` took so long. Raises UsageError for what cannot be."""
+        if blocks < 1 or nbytes < 0 or not 0 < seconds < float("inf"):
+            raise UsageError(f"a load of {blocks} blocks, {nbytes} bytes in {seconds} s: there is no such load")
+        later_s, slower_s = blocks * self._unit_s * self._later, nbytes * self._unit_byte_s * self._slower
+        expected_s = later_s + slower_s
+        step = _GAIN * math.log(min(max(seconds / expected_s, 1 / _CLIP), _CLIP))
+        step *= expected_s / (later_s * later_s + slower_s * slower_s)
+        self._later = _bounded(self._later * math.exp(step * later_s))
+        self._slower = _bounded(self._slower * math.exp(step * slower_s))
+        self.count += 1
+        self.cost = LoadCost(self._unit_s * self._later, 1.0 / (self._unit_byte_s * self._slower))
+
+
+class LoadCosts:
+    """The meters of one client: of each node's way to it, and of each node's slower tiers into the node's memory."""
+
+    def __init__(self) -> None:
+        self._meters: dict[tuple[str, PathKind | int], LoadMeter] = {}
+        self._calls = 0
+
+    def is_due(self, blocks: int) -> bool:
+        """Whether a read of so many blocks is to be measured: all large ones, some of the small."""
+        self._calls += 1
+        return blocks >= _MANY or self._calls % _EVERY == 0
+
+    def arrived(self, node: str, path: PathKind, blocks: int, nbytes: int, seconds: float) -> None:
+        """Blocks came from the node's memory in this time, all of them hits."""
+        if seconds > 0:
+            self._meter(node, path).observe(blocks, nbytes, seconds)
+
+    def brought(self, node: str, tier: int, blocks: int, nbytes: int, seconds: float) -> None:
+        """The node brought blocks from a tier into its memory in this time, as seen from here."""
+        if seconds > 0 and tier in BRING:
+            self._meter(node, tier).observe(blocks, nbytes, seconds)
+
+    def cost(self, node: str, way: PathKind | int) -> LoadCost:
+        """What is known of a way: a path to here, or a tier into the node's memory."""
+        meter = self._meters.get((node, way))
+        return meter.cost if meter is not None else _guess(way)
+
+    def load_s(self, node: str, path: PathKind, sizes: Floats, tiers: npt.NDArray[np.uint8]) -> Floats:
+        """Seconds to load each of n blocks, f64[n], as one of many; sizes in bytes. Tiers not known count as host."""
+        arrive = self.cost(node, path)
+        seconds: Floats = arrive.latency_s + sizes / arrive.bandwidth
+        for tier in BRING:
+            there = tiers == tier
+            if there.any():
+                bring = self.cost(node, tier)
+                seconds[there] += bring.latency_s + sizes[there] / bring.bandwidth
+        return seconds
+
+    def match(self, holder: NodeLink | None, sizes: U64, tiers: npt.NDArray[np.uint8], *, is_certain: bool) -> Match:
+        """The answer for blocks of these sizes in these tiers at a node (None: nobody has any)."""
+        if holder is None:
+            return Match(0, tiers.copy(), np.zeros(0), is_certain, sizes)
+        load_s = self.load_s(holder.name, holder.path.kind, sizes.astype(np.float64), tiers)
+        return Match(len(tiers), tiers.copy(), load_s, is_certain, sizes, holder.name)
+
+    def _meter(self, node: str, way: PathKind | int) -> LoadMeter:
+        meter = self._meters.get((node, way))
+        if meter is None:
+            if len(self._meters) >= _METERS_MAX:  # nodes come and go
+                del self._meters[next(iter(self._meters))]
+            meter = self._meters[node, way] = LoadMeter(_guess(way))
+        return meter
+
+
+def _guess(way: PathKind | int) -> LoadCost:
+    return ARRIVE[way] if isinstance(way, PathKind) else BRING[way]
+
+
+def _bounded(units: float) -> float:
+    return min(max(units, 1 / _MOST), _MOST)
