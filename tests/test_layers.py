@@ -52,6 +52,8 @@ LAYERS = {
     "ucxkv.objects.numbering": "values",
     "ucxkv.objects.records": "values",
     "ucxkv.objects.values": "values",
+    "ucxkv.loading": "client",
+    "ucxkv.splitting": "client",
     "ucxkv.sync": "client",
     "ucxkv.client.chunking": "link",  # one node's link and the paths to its memory: a node is a client of others too
     "ucxkv.client.grants": "link",

@@ -47,6 +47,7 @@ from ucxkv.foreign import ForeignKeys, Namespace
 from ucxkv.ids import ROOT_KEY
 from ucxkv.keys import block_keys
 from ucxkv.layout import Layout
+from ucxkv.policy.cost import PrefillCost
 from ucxkv.tokens import Token
 from ucxkv.version import VERSION as __version__
 
@@ -71,6 +72,7 @@ __all__ = [
     "Part",
     "PathKind",
     "PeerInfo",
+    "PrefillCost",
     "PutResult",
     "PutStatus",
     "ReadStatus",

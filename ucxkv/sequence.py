@@ -17,30 +17,34 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections import deque
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Final, Literal, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ucxkv.client.results import GetResult, Match, PutResult, PutStatus, ReadStatus
-from ucxkv.errors import DeadlineExceeded, Unavailable, UsageError
+from ucxkv.errors import DeadlineExceeded, UsageError
 from ucxkv.keys import KeyArray, Keys, block_keys, derived_keys
 from ucxkv.layout import Layout
+from ucxkv.loading import Load, Loaded, Order, Step, Until
 from ucxkv.paged import PagedMemory
+from ucxkv.policy.cost import PrefillCost
+
+if TYPE_CHECKING:
+    from ucxkv.splitting import Split
 
 __all__ = ["KvClient", "Load", "Loaded", "Order", "SaveResult", "Sequence"]
 
 _T = TypeVar("_T")
 
-Order: TypeAlias = Literal["layer", "block", "tail"]
-"""layer: one layer group after the other, all blocks each; block: from the first block on; tail: from the last back."""
-
 _STEP_BYTES: Final = 4 << 20
-"""Bytes a step of order "block" asks for: about what one peer should have in flight (more falls out of the cache)."""
+"""Bytes a step of order "block", or of a split, asks for: about what one peer should have in flight (more falls out
+of the cache)."""
+
+_SPAN_TOKENS: Final = 256
+"""Tokens of a span to compute in a split: enough to keep an accelerator busy, little enough to stop near the loads."""
 
 
 class KvClient(Protocol):
@@ -58,14 +62,6 @@ class KvClient(Protocol):
         self, keys: Keys, blocks: object, parents: Keys, *, durable: bool = False, deadline_s: float | None = None
     ) -> PutResult:
         """See Client.put_many."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """One step of a load: these layers of these blocks now hold the stored bytes."""
-
-    layers: range
-    blocks: range
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +99,25 @@ class Sequence:
 
     async def match(self, *, deadline_s: float | None = None) -> int:
         """Leading blocks that are in the store, all layers of them. deadline_s: seconds from now."""
-        if not len(self.keys):
-            return 0
-        matches = await _together([self._kv.match(chain, deadline_s=deadline_s) for chain in self._chains])
-        return min(match.blocks for match in matches)
+        return (await self.look_up(deadline_s=deadline_s)).blocks if len(self.keys) else 0
+
+    async def look_up(self, *, deadline_s: float | None = None) -> Match:
+        """What `match` counts, with tiers, sizes and load seconds: those of a block are all its layer groups' together,
+        its tier is the slowest of theirs. deadline_s: seconds from now.
+        """
+        found = await _together([self._kv.match(chain, deadline_s=deadline_s) for chain in self._chains])
+        if len(found) == 1:
+            return found[0]
+        blocks = min(match.blocks for match in found)
+        are_sizes_known = all(len(match.nbytes) == match.blocks for match in found)
+        return Match(
+            blocks,
+            np.max([match.tiers[:blocks] for match in found], axis=0),
+            np.sum([match.load_s[:blocks] for match in found], axis=0),
+            all(match.is_certain for match in found),
+            np.sum([match.nbytes[: blocks if are_sizes_known else 0] for match in found], axis=0, dtype=np.uint64),
+            found[0].node,
+        )
 
     def load(
         self,
@@ -139,6 +150,43 @@ class Sequence:
         memory = PagedMemory(into, self.layout, writable=True)
         return Load(self, memory, order, blocks, block_ids, step_blocks, ahead, deadline_s)
 
+    def split(
+        self,
+        into: object,
+        prefill: float | PrefillCost,
+        *,
+        blocks: int | None = None,
+        block_ids: npt.ArrayLike | None = None,
+        compute_blocks: int | None = None,
+        load_blocks: int | None = None,
+        deadline_s: float | None = None,
+    ) -> Split:
+        """Compute the head of the stored prefix while its tail loads: `async with seq.split(cache, 8000.0) as split:`
+        and in it `async for blocks in split: await compute(blocks)`; see Split.
+
+        into: the paged cache that the engine computes into, see PagedMemory; borrowed until `async with` ends.
+        prefill: the engine's tokens a second, or what they cost by position; a first guess, which is corrected by how
+        long each span takes. blocks: most to split, default all that are stored. block_ids: the page of each block;
+        None means 0, 1, 2 ... compute_blocks: most a span to compute has (default 256 tokens). load_blocks: most a load
+        has (default about 4 MiB). deadline_s: for all loads; what has not come by then is computed.
+        Raises UsageError here for what is wrong with `into` and the numbers."""
+        from ucxkv.splitting import Split
+
+        if blocks is not None and not 0 <= blocks <= self.blocks_count:
+            raise UsageError(f"blocks is {blocks}; the sequence has {self.blocks_count} whole blocks")
+        if not isinstance(prefill, PrefillCost):
+            if not 0 < prefill < float("inf"):
+                raise UsageError(f"prefill is {prefill}; pass the engine's tokens a second, or a ucxkv.PrefillCost")
+            prefill = PrefillCost(1.0 / prefill)
+        if compute_blocks is None:
+            compute_blocks = max(1, _SPAN_TOKENS // self.layout.block_tokens)
+        if load_blocks is None:
+            load_blocks = max(1, _STEP_BYTES // self.layout.block_bytes)
+        if min(compute_blocks, load_blocks) < 1:
+            raise UsageError(f"compute_blocks is {compute_blocks} and load_blocks {load_blocks}; at least 1")
+        memory = PagedMemory(into, self.layout, writable=True)
+        return Split(self, memory, prefill, blocks, block_ids, (compute_blocks, load_blocks), deadline_s)
+
     async def save(
         self,
         cache: object,
@@ -162,7 +210,7 @@ class Sequence:
         if not 0 <= (start or 0) <= end <= self.blocks_count:
             raise UsageError(f"start is {start} and blocks {blocks}; the sequence has {self.blocks_count} whole blocks")
         pages = memory.page_numbers(block_ids, end)
-        until = _Until(deadline_s)
+        until = Until(deadline_s)
         first = min(await self.match(deadline_s=until.left_s()), end) if start is None else start
         if durable and start is None:
             first = max(0, first - 1)  # what is there may be of class cache: its last block takes all above it along
@@ -173,7 +221,7 @@ class Sequence:
         return result
 
     async def _put(
-        self, memory: PagedMemory, pages: npt.NDArray[np.int64], start: int, end: int, until: _Until, durable: bool
+        self, memory: PagedMemory, pages: npt.NDArray[np.int64], start: int, end: int, until: Until, durable: bool
     ) -> SaveResult:
         status = np.zeros((len(self._chains), end - start), np.uint8)
         stored, whole = 0, end
@@ -196,8 +244,8 @@ class Sequence:
             whole = min(whole, start + int(missing[0]) if len(missing) else end)
         return SaveResult(whole, stored, start, status)
 
-    async def _read(
-        self, memory: PagedMemory, pages: npt.NDArray[np.int64], step: _Step, until: _Until
+    async def read(
+        self, memory: PagedMemory, pages: npt.NDArray[np.int64], step: Step, until: Until
     ) -> npt.NDArray[np.bool_]:
         """Read the step's groups of its blocks; which blocks are whole, bool (blocks of the step,)."""
         a, b = step.blocks.start, step.blocks.stop
@@ -216,172 +264,6 @@ class Sequence:
         for result in await _together([read(group) for group in step.groups]):
             whole &= result.status == ReadStatus.HIT
         return whole
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    groups: range
-    blocks: range
-
-
-class Load:
-    """A load in progress: iterate it with `async for`, each step a `Loaded`; see `Sequence.load`.
-
-    `loaded` is the range of blocks that are whole so far (order "layer": whole in every layer read so far).
-    """
-
-    def __init__(
-        self,
-        sequence: Sequence,
-        memory: PagedMemory,
-        order: Order,
-        blocks: int | None,
-        block_ids: npt.ArrayLike | None,
-        step_blocks: int,
-        ahead: int,
-        deadline_s: float | None,
-    ) -> None:
-        self._sequence = sequence
-        self._memory = memory
-        self._order = order
-        self._blocks = blocks
-        self._block_ids = block_ids
-        self._step_blocks = step_blocks
-        self._ahead = ahead
-        self._until = _Until(deadline_s)
-        self._entered = False
-        self._is_over = False
-        self._steps: Iterator[_Step] | None = None
-        self._pages = np.empty(0, np.int64)
-        self._running: deque[tuple[_Step, asyncio.Task[npt.NDArray[np.bool_]]]] = deque()
-        self.loaded = range(0)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Loaded:
-        if self._is_over:
-            raise StopAsyncIteration
-        if self._ahead and not self._entered:
-            raise UsageError("a load with ahead > 0 reads in the background; use `async with seq.load(...) as load:`")
-        try:
-            if self._steps is None:
-                await self._begin()
-            step, whole = await self._next_step()
-        except BaseException:
-            await self.aclose()
-            raise
-        if step is None:
-            await self.aclose()
-            raise StopAsyncIteration
-        loaded = self._account(step, whole)
-        if len(loaded.blocks) < len(whole):  # a hole: no later step is of use, unless it brings further layers
-            if self._order != "layer" or not loaded.blocks:
-                await self.aclose()
-            if not loaded.blocks:
-                raise StopAsyncIteration
-        return loaded
-
-    async def _begin(self) -> None:
-        if self._blocks is None:
-            try:
-                self._blocks = await self._sequence.match(deadline_s=self._until.left_s())
-            except Unavailable:
-                self._blocks = 0
-        n, k, groups = self._blocks, self._step_blocks, range(self._sequence.layout.layer_groups)
-        self._pages = self._memory.page_numbers(self._block_ids, n)
-        if n == 0:
-            self._steps = iter(())
-        elif self._order == "layer":
-            self.loaded = range(n)
-            self._steps = (_Step(range(group, group + 1), range(n)) for group in groups)
-        elif self._order == "block":
-            self._steps = (_Step(groups, range(a, min(a + k, n))) for a in range(0, n, k))
-        else:
-            self.loaded = range(n, n)
-            self._steps = (_Step(groups, range(max(b - k, 0), b)) for b in range(n, 0, -k))
-
-    async def _next_step(self) -> tuple[_Step | None, npt.NDArray[np.bool_]]:
-        assert self._steps is not None
-        if not self._ahead:
-            step = next(self._steps, None)
-            if step is None:
-                return None, np.empty(0, np.bool_)
-            if self._order == "layer":
-                step = _Step(step.groups, self.loaded)
-            return step, await self._sequence._read(self._memory, self._pages, step, self._until)
-        while len(self._running) <= self._ahead and (step := next(self._steps, None)) is not None:
-            read = self._sequence._read(self._memory, self._pages, step, self._until)
-            self._running.append((step, asyncio.create_task(read)))
-        if not self._running:
-            return None, np.empty(0, np.bool_)
-        step, task = self._running[0]
-        whole = await task
-        self._running.popleft()
-        return step, whole
-
-    def _account(self, step: _Step, whole: npt.NDArray[np.bool_]) -> Loaded:
-        """The usable blocks of a step: up to its first hole (order "tail": from its last hole on)."""
-        holes = np.flatnonzero(~whole)
-        a, b = step.blocks.start, step.blocks.stop
-        if self._order == "tail":
-            good = range(a + int(holes[-1]) + 1 if len(holes) else a, b)
-            self.loaded = range(good.start, self.loaded.stop)
-        else:
-            good = range(a, a + int(holes[0]) if len(holes) else b)
-            if self._order == "layer":  # blocks that lacked an earlier layer stay out
-                good = range(min(good.stop, self.loaded.stop))
-                self.loaded = good
-            else:
-                self.loaded = range(good.stop)
-        size = self._sequence.layout.group_layers
-        return Loaded(range(step.groups.start * size, step.groups.stop * size), good)
-
-    async def aclose(self) -> None:
-        """Stop; when this returns, nothing writes into the cache any more. Idempotent."""
-        self._is_over = True
-        tasks = [task for _, task in self._running]
-        self._running.clear()
-        for task in tasks:
-            task.cancel()
-        cancelled: asyncio.CancelledError | None = None
-        while any(not task.done() for task in tasks):  # ends: each read has a deadline
-            try:
-                await asyncio.wait(tasks)
-            except asyncio.CancelledError as exc:  # of the caller: the reads must be over first
-                cancelled = exc
-        for task in tasks:
-            if not task.cancelled():
-                task.exception()  # it was not asked for; do not report it as never retrieved
-        if cancelled is not None:
-            raise cancelled
-
-    async def __aenter__(self) -> Self:
-        self._entered = True
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-
-class _Until:
-    """One absolute deadline for a call that makes several."""
-
-    def __init__(self, deadline_s: float | None) -> None:
-        if deadline_s is not None and deadline_s <= 0:
-            raise UsageError(f"deadline_s={deadline_s}; pass seconds from now, above 0")
-        self._end = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
-
-    def left_s(self) -> float | None:
-        """Seconds left, None for the client's own default. Raises DeadlineExceeded."""
-        if self._end is None:
-            return None
-        left = self._end - asyncio.get_running_loop().time()
-        if left <= 0:
-            raise DeadlineExceeded("the deadline passed between two steps; what was done stays done")
-        return left
 
 
 async def _together(calls: list[Coroutine[Any, Any, _T]]) -> list[_T]:
