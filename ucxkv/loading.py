@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -192,15 +192,15 @@ class Until:
         return left
 
 
-async def ended(tasks: list[asyncio.Task[npt.NDArray[np.bool_]]]) -> None:
-    """Cancel reads and wait for their end; when this returns or raises, they write nowhere any more."""
+async def ended(tasks: list[asyncio.Task[Any]]) -> None:
+    """Cancel calls and wait for their end; when this returns or raises, they write nowhere any more."""
     for task in tasks:
         task.cancel()
     cancelled: asyncio.CancelledError | None = None
-    while any(not task.done() for task in tasks):  # ends: each read has a deadline
+    while any(not task.done() for task in tasks):  # ends: each call has a deadline
         try:
             await asyncio.wait(tasks)
-        except asyncio.CancelledError as exc:  # of the caller: the reads must be over first
+        except asyncio.CancelledError as exc:  # of the caller: the calls must be over first
             cancelled = exc
     for task in tasks:
         if not task.cancelled():

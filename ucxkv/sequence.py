@@ -35,7 +35,7 @@ from ucxkv.policy.cost import PrefillCost
 if TYPE_CHECKING:
     from ucxkv.splitting import Split
 
-__all__ = ["KvClient", "Load", "Loaded", "Order", "SaveResult", "Sequence"]
+__all__ = ["KvClient", "Load", "Loaded", "Order", "SaveResult", "Sequence", "group_keys"]
 
 _T = TypeVar("_T")
 
@@ -90,7 +90,7 @@ class Sequence:
         self._kv = kv
         self.layout = layout if salt is None else dataclasses.replace(layout, salt=salt)
         self.keys = block_keys(token_ids, self.layout)
-        self._chains = _chains(self.keys, self.layout.layer_groups)
+        self._chains = group_keys(self.keys, self.layout.layer_groups)
 
     @property
     def blocks_count(self) -> int:
@@ -278,7 +278,7 @@ async def _together(calls: list[Coroutine[Any, Any, _T]]) -> list[_T]:
     return [task.result() for task in tasks]
 
 
-def _chains(keys: KeyArray, groups: int) -> list[KeyArray]:
+def group_keys(keys: KeyArray, groups: int) -> list[KeyArray]:
     """The keys of each layer group's values; the block's own where there is one group."""
     if groups == 1:
         return [keys]

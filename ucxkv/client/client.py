@@ -15,6 +15,7 @@ from ucxkv import errors
 from ucxkv.buffers import RegisteredBuffer
 from ucxkv.client.blocks import BlockCalls
 from ucxkv.client.holding import Lease, View
+from ucxkv.client.loadcosts import HOST_TIER, NVME_TIER
 from ucxkv.client.mapped import MappedPath
 from ucxkv.client.reading import plan
 from ucxkv.client.replicas import match_after
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from ucxkv.layout import Layout
     from ucxkv.objects import Objects
     from ucxkv.sequence import Sequence
+    from ucxkv.sessions import PrefetchOrder, PrefetchResult, Session, Sessions
     from ucxkv.tokens import Token
 
 __all__ = ["Client"]
@@ -52,6 +54,8 @@ _NOTHING = np.zeros(0, np.uint8), np.zeros(0, np.uint64), np.zeros(0, np.uint8)
 
 class Client(BlockCalls):
     """An open client; made by `await ucxkv.connect(...)` or `async with ucxkv.connect(...) as kv`."""
+
+    _sessions: Sessions | None = None
 
     # ---- asking without moving
 
@@ -232,6 +236,80 @@ class Client(BlockCalls):
         if len(missing) and not await self.is_nowhere(answered, rows[missing[0]].tobytes(), deadline_ns):
             out[missing] = DeleteStatus.UNAVAILABLE
         return out
+
+    # ---- ahead of need
+
+    async def warm(self, keys: Keys, *, deadline_s: float | None = None) -> int:
+        """Bring those of these blocks that are on their nodes' disks to memory; how many of all are in memory then."""
+        rows = self._keys(keys)
+        deadline_ns = self._deadline(deadline_s)
+        is_in = np.zeros(len(rows), np.bool_)
+        for link, indices in plan(self._router, rows, None) if len(rows) else ():
+            wanted = indices[~is_in[indices]]
+            if len(wanted):
+                try:
+                    found, _, tiers = await link.path.lookup(rows[wanted].tobytes(), deadline_ns)
+                    is_in[wanted] = (found != 0) & (tiers <= HOST_TIER)
+                except errors.Unavailable:
+                    continue
+        return int(np.count_nonzero(is_in))
+
+    async def prefetch(
+        self,
+        what: Sequence | Keys,
+        *,
+        order: PrefetchOrder = "block",
+        flight_bytes: int = 64 << 20,
+        deadline_s: float | None = None,
+    ) -> PrefetchResult:
+        """Bring the stored blocks of a sequence, or of a chain's keys in order, from disk to their node's memory.
+
+        order: "block", from the first block on, or "layer", one layer group of a sequence after the other.
+        flight_bytes: most on their way at a time. Stops where memory is full; a node that does not answer ends it. Can
+        be cancelled at any time.
+        """
+        from ucxkv.sessions.session import chain_of
+
+        self._check()
+        chain = chain_of(what)
+        return await self.prefetch_chain(chain.keys, chain.layer_groups, order, flight_bytes, deadline_s)
+
+    async def prefetch_chain(
+        self,
+        keys: npt.NDArray[np.uint8],
+        layer_groups: int,
+        order: PrefetchOrder,
+        flight_bytes: int,
+        deadline_s: float | None,
+    ) -> PrefetchResult:
+        """`prefetch` of keys whose blocks are stored in so many layer groups."""
+        from ucxkv.sequence import group_keys
+        from ucxkv.sessions.prefetch import prefetch
+
+        def brought(node: str, blocks: int, nbytes: int, seconds: float) -> None:
+            self._router.loads.brought(node, NVME_TIER, blocks, nbytes, seconds)
+
+        return await prefetch(
+            self,
+            group_keys(keys, layer_groups),
+            order=order,
+            flight_bytes=flight_bytes,
+            deadline_s=deadline_s,
+            on_brought=brought,
+        )
+
+    def session(self, session_id: str, *, ttl_s: float = 1800.0, stored: bool = False, salt: str = "") -> Session:
+        """A conversation: remembers what its turns used, and prefetches it at the next one; see Session.
+
+        ttl_s: how long a turn is remembered. stored: its index is kept in the store, so that any process finds it; else
+        this client alone knows it. salt: the tenant's; the same id under another salt is another session.
+        """
+        from ucxkv.sessions.session import Sessions
+
+        self._check()
+        if self._sessions is None:
+            self._sessions = Sessions(self)
+        return self._sessions.session(session_id, ttl_s, stored, salt)
 
     # ---- memory, sequences
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ucxkv.client.link import NodeLink
     from ucxkv.client.path import U64
 
-__all__ = ["ARRIVE", "BRING", "HOST_TIER", "LoadCosts", "LoadMeter"]
+__all__ = ["ARRIVE", "BRING", "HOST_TIER", "NVME_TIER", "LoadCosts", "LoadMeter"]
 
 Floats = npt.NDArray[np.float64]
 
