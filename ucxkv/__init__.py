@@ -48,6 +48,7 @@ from ucxkv.ids import ROOT_KEY
 from ucxkv.keys import block_keys
 from ucxkv.layout import Layout
 from ucxkv.policy.cost import PrefillCost
+from ucxkv.sessions import PrefetchResult, Session
 from ucxkv.tokens import Token
 from ucxkv.version import VERSION as __version__
 
@@ -72,10 +73,12 @@ __all__ = [
     "Part",
     "PathKind",
     "PeerInfo",
+    "PrefetchResult",
     "PrefillCost",
     "PutResult",
     "PutStatus",
     "ReadStatus",
+    "Session",
     "SetupError",
     "StaleError",
     "Token",
