@@ -15,7 +15,7 @@ from ucxkv import errors
 from ucxkv.buffers import RegisteredBuffer
 from ucxkv.client.blocks import BlockCalls
 from ucxkv.client.holding import Lease, View
-from ucxkv.client.loadcosts import HOST_TIER, NVME_TIER
+from ucxkv.client.loadcosts import NVME_TIER
 from ucxkv.client.mapped import MappedPath
 from ucxkv.client.reading import plan
 from ucxkv.client.replicas import match_after
@@ -238,21 +238,6 @@ class Client(BlockCalls):
         return out
 
     # ---- ahead of need
-
-    async def warm(self, keys: Keys, *, deadline_s: float | None = None) -> int:
-        """Bring those of these blocks that are on their nodes' disks to memory; how many of all are in memory then."""
-        rows = self._keys(keys)
-        deadline_ns = self._deadline(deadline_s)
-        is_in = np.zeros(len(rows), np.bool_)
-        for link, indices in plan(self._router, rows, None) if len(rows) else ():
-            wanted = indices[~is_in[indices]]
-            if len(wanted):
-                try:
-                    found, _, tiers = await link.path.lookup(rows[wanted].tobytes(), deadline_ns)
-                    is_in[wanted] = (found != 0) & (tiers <= HOST_TIER)
-                except errors.Unavailable:
-                    continue
-        return int(np.count_nonzero(is_in))
 
     async def prefetch(
         self,

@@ -57,6 +57,7 @@ _CLIP: Final = 4.0
 _MOST: Final = 1e4
 _EVERY: Final = 8
 _MANY: Final = 16
+_LEAST_SHARE: Final = 0.1
 _METERS_MAX: Final = 4096
 
 
@@ -105,6 +106,12 @@ class LoadCosts:
         """The node brought blocks from a tier into its memory in this time, as seen from here."""
         if seconds > 0 and tier in BRING:
             self._meter(node, tier).observe(blocks, nbytes, seconds)
+
+    def came_cold(self, node: str, path: PathKind, blocks: int, nbytes: int, seconds: float) -> None:
+        """Blocks came from the node's disk in this time: what its memory would not have taken is laid to the disk."""
+        arrive = self.cost(node, path)
+        from_memory_s = blocks * arrive.latency_s + nbytes / arrive.bandwidth
+        self.brought(node, NVME_TIER, blocks, nbytes, max(seconds - from_memory_s, _LEAST_SHARE * seconds))
 
     def cost(self, node: str, way: PathKind | int) -> LoadCost:
         """What is known of a way: a path to here, or a tier into the node's memory."""

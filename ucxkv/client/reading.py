@@ -107,7 +107,12 @@ async def _read_at(router: Router, link: NodeLink, keys: bytes, pieces: Pieces, 
             router.loads.arrived(link.name, link.path.kind, n, int(lengths.sum()), seconds)
         unmapped = np.flatnonzero(status == _UNMAPPED) if bad else ()
         if len(unmapped) and link.welcome.has_disk:
+            start_ns = time.perf_counter_ns()
             await read_cold(link, keys, pieces, status, lengths, deadline_ns)
+            came = unmapped[status[unmapped] == 0]  # HIT
+            if len(came):
+                seconds = 1e-9 * (time.perf_counter_ns() - start_ns)
+                router.loads.came_cold(link.name, link.path.kind, len(came), int(lengths[came].sum()), seconds)
             unmapped = np.flatnonzero(status == _UNMAPPED)
         if len(unmapped):
             await router.learn_regions(link, deadline_ns)
