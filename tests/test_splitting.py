@@ -216,16 +216,19 @@ async def test_leaving_a_split_early_leaves_no_read_behind(how: str) -> None:
 
 async def test_the_measured_prefill_rate_is_there_for_the_next_split() -> None:
     """Goal: an engine need not know its rate. Method: told as a thousand times too fast with an attention term; spans
-    that take at least 2 ms each make the cost afterwards larger, both terms by the same factor."""
+    that take at least 2 ms each make a pass and its tokens cost more afterwards, both terms of these by one factor."""
     store = TellingStore(NEVER_S)
     seq, _, engine = await stored(store)
     told = PrefillCost(1e-7, 1e-10)
-    async with seq.split(engine.cache, told, compute_blocks=4) as split:
+    async with seq.split(engine.cache, told, pass_s=1e-6, compute_blocks=4) as split:
         async for _ in split:
             await asyncio.sleep(0.002)
     found = split.prefill
-    assert found.per_token_s > 10 * told.per_token_s
+    assert found.per_token_s > 10 * told.per_token_s and split.pass_s > 1.2e-6
     assert found.per_token_position_s / found.per_token_s == pytest.approx(1e-3)
+    async with seq.split(engine.cache, found, pass_s=split.pass_s, compute_blocks=4) as split:
+        await engine.run(split)
+    assert split.computed_blocks == N
 
 
 async def test_wrong_use_of_a_split_is_refused_by_name() -> None:
@@ -237,6 +240,7 @@ async def test_wrong_use_of_a_split_is_refused_by_name() -> None:
         ({"prefill": 0}, "tokens a second"),
         ({"prefill": float("nan")}, "tokens a second"),
         ({"prefill": 1.0, "blocks": N + 1}, "24 whole blocks"),
+        ({"prefill": 1.0, "pass_s": -1.0}, "pass_s is -1"),
         ({"prefill": 1.0, "compute_blocks": 0}, "at least 1"),
         ({"prefill": 1.0, "deadline_s": 0}, "deadline_s=0"),
         ({"prefill": 1.0, "block_ids": [0, 1]}, "page of each of the 24"),

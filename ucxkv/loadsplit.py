@@ -15,8 +15,8 @@ Invariants
     when all blocks below them are there. So an engine always has the keys and values of all tokens before a span.
   - By the costs known at a decision the two sides end as close to each other as blocks allow. With costs that are true
     the whole is over no later than by loading all of it or by computing all of it.
-  - Costs are learned on the way: each end scales what its side (each tier of it) is thought to cost, by at most
-    `_STEP_MOST` at once. A load that is late is thought to take as much longer again as it is late.
+  - Costs are learned on the way (`policy.scales`): what a span took corrects what a pass and its blocks are thought to
+    cost, what a load took corrects its tiers. A load that is late is thought to take as much longer as it is late.
   - A decision costs O(log n), the whole plan at most O(n) of them; nothing is kept but a few words a block.
 
 Pure: time is handed in, in seconds of any monotonic clock.
@@ -24,7 +24,6 @@ Pure: time is handed in, in seconds of any monotonic clock.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
@@ -35,14 +34,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ucxkv.errors import UsageError
+from ucxkv.policy.scales import Scales
 
 __all__ = ["LoadSplit"]
 
 Floats = npt.NDArray[np.float64]
 
-_GAIN: Final = 0.7
-_STEP_MOST: Final = 16.0
-_SCALE_MOST: Final = 1e5
+_GAIN: Final = 0.6
+_CLIP: Final = 16.0
 _LEAST_S: Final = 1e-9
 _NOBODY, _COMPUTED, _LOADED = 0, 1, 2
 
@@ -60,8 +59,9 @@ class LoadSplit:
     """See the module. Blocks are numbered from 0.
 
     computes_s: f64[n], seconds to compute each block after all before it; loads_s: f64[n], to load each; tiers: u8[n],
-    where each is, so that tiers are learned apart (None: all in one). compute_blocks: most blocks of a span to compute,
-    load_blocks: most of a load; loads_at_once: loads in flight, which end in the order in which they began.
+    where each is, so that tiers are learned apart (None: all in one). pass_s: what each span costs besides, whatever it
+    computes. compute_blocks: most blocks of a span to compute, load_blocks: most of a load; loads_at_once: loads in
+    flight, which end in the order in which they began.
     Raises UsageError for arrays of other lengths, and for costs that are no time.
     """
 
@@ -71,6 +71,7 @@ class LoadSplit:
         loads_s: Floats,
         tiers: npt.NDArray[np.uint8] | None = None,
         *,
+        pass_s: float = 0.0,
         compute_blocks: int = 16,
         load_blocks: int = 4,
         loads_at_once: int = 1,
@@ -84,6 +85,8 @@ class LoadSplit:
         for what, seconds in (("compute", computes_s), ("load", loads_s)):
             if not (np.isfinite(seconds).all() and (np.asarray(seconds) >= 0).all()):
                 raise UsageError(f"{what} times of blocks are seconds, at least 0")
+        if not 0 <= pass_s < float("inf"):
+            raise UsageError(f"pass_s={pass_s}; seconds of a pass, at least 0")
         if min(compute_blocks, load_blocks, loads_at_once) < 1:
             raise UsageError("compute_blocks, load_blocks and loads_at_once are at least 1")
         self.blocks_count = n
@@ -91,9 +94,11 @@ class LoadSplit:
         self._compute_blocks, self._load_blocks, self._loads_at_once = compute_blocks, load_blocks, loads_at_once
         self._compute_sums = _sums(np.maximum(computes_s, _LEAST_S))
         loads = np.maximum(loads_s, _LEAST_S)
-        self._load_sums = {int(tier): _sums(np.where(tiers == tier, loads, 0.0)) for tier in np.unique(tiers)}
-        self._compute_scale = 1.0
-        self._load_scales = dict.fromkeys(self._load_sums, 1.0)
+        self._tiers = np.unique(tiers).tolist()
+        self._load_sums = [_sums(np.where(tiers == tier, loads, 0.0)) for tier in self._tiers]
+        self._pass_s = pass_s
+        self._compute_scales = Scales(2, gain=_GAIN, clip=_CLIP)
+        self._load_scales = Scales(len(self._tiers), gain=_GAIN, clip=_CLIP)
         self._computing: _Running | None = None
         self._loading: deque[_Running] = deque()
         self._load_end_s = -float("inf")
@@ -119,13 +124,14 @@ class LoadSplit:
         return self._sides.count(_LOADED)
 
     @property
-    def compute_scale(self) -> float:
-        """How many times as long as told computing takes."""
-        return self._compute_scale
+    def compute_scales(self) -> tuple[float, float]:
+        """How many times as long as told a pass takes, and computing blocks in it."""
+        a_pass, blocks = self._compute_scales.values
+        return a_pass, blocks
 
     def load_scale(self, tier: int = 0) -> float:
         """How many times as long as told loading from a tier takes; 1 for one that holds no block of these."""
-        return self._load_scales.get(tier, 1.0)
+        return self._load_scales.values[self._tiers.index(tier)] if tier in self._tiers else 1.0
 
     def expected_s(self, now_s: float) -> float:
         """Until every block is there, as known now."""
@@ -162,7 +168,7 @@ class LoadSplit:
         done, self._computing = self._computing, None
         assert done is not None, "nothing was handed out to compute"
         self._cover(done.blocks, _COMPUTED)
-        self._compute_scale = _rescaled(self._compute_scale, (now_s - done.start_s) / done.expected_s)
+        self._compute_scales.observe(self._compute_told_s(done.blocks), max(now_s - done.start_s, _LEAST_S))
 
     # ---- loading
 
@@ -193,7 +199,8 @@ class LoadSplit:
         if len(gone) == len(done.blocks):
             self.stop_loading()
         elif not gone:
-            self._observe_load(done, now_s - max(done.start_s, self._load_end_s))
+            lasted_s = now_s - max(done.start_s, self._load_end_s)
+            self._load_scales.observe(self._load_told_s(done.blocks), max(lasted_s, _LEAST_S))
         self._load_end_s = now_s
 
     def stop_loading(self) -> None:
@@ -221,7 +228,7 @@ class LoadSplit:
         self.stop_loading()
         lasted_s = now_s - max(given_up.start_s, self._load_end_s)
         if not self._loading and lasted_s > given_up.expected_s:
-            self._observe_load(given_up, lasted_s)
+            self._load_scales.observe(self._load_told_s(given_up.blocks), lasted_s)
 
     def wait_s(self, now_s: float) -> float:
         """After how long to ask again when nothing ends before: a load may be late by then."""
@@ -238,20 +245,18 @@ class LoadSplit:
 
     # ---- costs
 
+    def _compute_told_s(self, blocks: range) -> tuple[float, float]:
+        passes = -(-len(blocks) // self._compute_blocks)
+        return passes * self._pass_s, self._compute_sums[blocks.stop] - self._compute_sums[blocks.start]
+
+    def _load_told_s(self, blocks: range) -> list[float]:
+        return [sums[blocks.stop] - sums[blocks.start] for sums in self._load_sums]
+
     def _compute_s(self, blocks: range) -> float:
-        return self._compute_scale * (self._compute_sums[blocks.stop] - self._compute_sums[blocks.start])
+        return self._compute_scales.seconds(self._compute_told_s(blocks))
 
     def _load_s(self, blocks: range) -> float:
-        return sum(
-            self._load_scales[tier] * (sums[blocks.stop] - sums[blocks.start]) for tier, sums in self._load_sums.items()
-        )
-
-    def _observe_load(self, done: _Running, seconds: float) -> None:
-        """Each tier is scaled by its share of what the load was thought to take."""
-        total = self._load_s(done.blocks)
-        for tier, sums in self._load_sums.items():
-            part = self._load_scales[tier] * (sums[done.blocks.stop] - sums[done.blocks.start])
-            self._load_scales[tier] = _rescaled(self._load_scales[tier], seconds / total, part / total)
+        return self._load_scales.seconds(self._load_told_s(blocks))
 
     def _lasted_s(self, now_s: float) -> float:
         """Since when the oldest load in flight has the way to itself."""
@@ -303,9 +308,3 @@ class LoadSplit:
 def _sums(seconds: Floats) -> list[float]:
     """Of the first 0, 1, 2... blocks."""
     return [0.0, *np.cumsum(seconds).tolist()]
-
-
-def _rescaled(scale: float, ratio: float, share: float = 1.0) -> float:
-    """The scale after something lasted `ratio` times as long as it was thought to, of which `share` was its."""
-    ratio = min(max(ratio, 1 / _STEP_MOST), _STEP_MOST)
-    return min(max(scale * math.exp(_GAIN * share * math.log(ratio)), 1 / _SCALE_MOST), _SCALE_MOST)

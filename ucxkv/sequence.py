@@ -19,7 +19,7 @@ import asyncio
 import dataclasses
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,9 +31,7 @@ from ucxkv.layout import Layout
 from ucxkv.loading import Load, Loaded, Order, Step, Until
 from ucxkv.paged import PagedMemory
 from ucxkv.policy.cost import PrefillCost
-
-if TYPE_CHECKING:
-    from ucxkv.splitting import Split
+from ucxkv.splitting import Split
 
 __all__ = ["KvClient", "Load", "Loaded", "Order", "SaveResult", "Sequence", "group_keys"]
 
@@ -45,6 +43,9 @@ of the cache)."""
 
 _SPAN_TOKENS: Final = 256
 """Tokens of a span to compute in a split: enough to keep an accelerator busy, little enough to stop near the loads."""
+
+_PASS_TOKENS: Final = 64
+"""A pass reads all weights; on accelerators and CPUs alike that is worth computing tens to hundreds of tokens."""
 
 
 class KvClient(Protocol):
@@ -155,6 +156,7 @@ class Sequence:
         into: object,
         prefill: float | PrefillCost,
         *,
+        pass_s: float | None = None,
         blocks: int | None = None,
         block_ids: npt.ArrayLike | None = None,
         compute_blocks: int | None = None,
@@ -165,19 +167,23 @@ class Sequence:
         and in it `async for blocks in split: await compute(blocks)`; see Split.
 
         into: the paged cache that the engine computes into, see PagedMemory; borrowed until `async with` ends.
-        prefill: the engine's tokens a second, or what they cost by position; a first guess, which is corrected by how
-        long each span takes. blocks: most to split, default all that are stored. block_ids: the page of each block;
-        None means 0, 1, 2 ... compute_blocks: most a span to compute has (default 256 tokens). load_blocks: most a load
-        has (default about 4 MiB). deadline_s: for all loads; what has not come by then is computed.
+        prefill: the engine's tokens a second, or what they cost by position. pass_s: what a pass costs besides, however
+        few tokens it computes (about a decoding step; default as much as 64 tokens). Both are first guesses, which are
+        corrected by how long each span takes. blocks: most to split, default all that are stored. block_ids: the page
+        of each block; None means 0, 1, 2 ... compute_blocks: most of a span to compute (default 256 tokens).
+        load_blocks: most of a load (default about 4 MiB). deadline_s: for all loads; what has not come by then is
+        computed.
         Raises UsageError here for what is wrong with `into` and the numbers."""
-        from ucxkv.splitting import Split
-
         if blocks is not None and not 0 <= blocks <= self.blocks_count:
             raise UsageError(f"blocks is {blocks}; the sequence has {self.blocks_count} whole blocks")
         if not isinstance(prefill, PrefillCost):
             if not 0 < prefill < float("inf"):
                 raise UsageError(f"prefill is {prefill}; pass the engine's tokens a second, or a ucxkv.PrefillCost")
             prefill = PrefillCost(1.0 / prefill)
+        if pass_s is None:
+            pass_s = prefill.prompt_s(_PASS_TOKENS)
+        if not 0 <= pass_s < float("inf"):
+            raise UsageError(f"pass_s is {pass_s}; pass seconds, at least 0")
         if compute_blocks is None:
             compute_blocks = max(1, _SPAN_TOKENS // self.layout.block_tokens)
         if load_blocks is None:
@@ -185,7 +191,7 @@ class Sequence:
         if min(compute_blocks, load_blocks) < 1:
             raise UsageError(f"compute_blocks is {compute_blocks} and load_blocks {load_blocks}; at least 1")
         memory = PagedMemory(into, self.layout, writable=True)
-        return Split(self, memory, prefill, blocks, block_ids, (compute_blocks, load_blocks), deadline_s)
+        return Split(self, memory, prefill, pass_s, blocks, block_ids, (compute_blocks, load_blocks), deadline_s)
 
     async def save(
         self,

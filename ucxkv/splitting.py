@@ -52,6 +52,7 @@ class Split:
         sequence: Sequence,
         memory: PagedMemory,
         prefill: PrefillCost,
+        pass_s: float,
         blocks: int | None,
         block_ids: npt.ArrayLike | None,
         steps: tuple[int, int],
@@ -60,7 +61,7 @@ class Split:
         """steps: most blocks of a span to compute, and of a load."""
         self._sequence = sequence
         self._memory = memory
-        self._prefill = prefill
+        self._prefill, self._pass_s = prefill, pass_s
         self._most = blocks
         self._block_ids = block_ids
         self._steps = steps
@@ -94,9 +95,14 @@ class Split:
 
     @property
     def prefill(self) -> PrefillCost:
-        """What computing costs, as known now: what was told, corrected by the spans of this split. For the next one."""
-        scale = self._plan.compute_scale
+        """What tokens cost, as known now: what was told, corrected by the spans of this split. For the next one."""
+        scale = self._plan.compute_scales[1]
         return PrefillCost(self._prefill.per_token_s * scale, self._prefill.per_token_position_s * scale)
+
+    @property
+    def pass_s(self) -> float:
+        """What a pass costs besides, as known now. For the next split."""
+        return self._pass_s * self._plan.compute_scales[0]
 
     # ---- what runs
 
@@ -114,6 +120,7 @@ class Split:
             self._prefill.seconds(tokens * np.arange(n), tokens),
             load_s[:n],
             tiers[:n],
+            pass_s=self._pass_s,
             compute_blocks=self._steps[0],
             load_blocks=self._steps[1],
             loads_at_once=_LOADS_AT_ONCE,

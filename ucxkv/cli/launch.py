@@ -154,9 +154,11 @@ def stop_nodes(nodes: Sequence[NodeProcess], wait_s: float = 10.0) -> list[str]:
 
 
 @contextlib.contextmanager
-def running_node(name: str = "n1", *, host_bytes: str = "1GiB", ready_s: float = 30.0) -> Iterator[NodeProcess]:
-    """One node on a free port for the length of a `with` block."""
-    node = start_node(name, host_bytes=host_bytes)
+def running_node(
+    name: str = "n1", *, host_bytes: str = "1GiB", arguments: Sequence[str] = (), ready_s: float = 30.0
+) -> Iterator[NodeProcess]:
+    """One node on a free port for the length of a `with` block. arguments: further flags of `ucxkv node`."""
+    node = start_node(name, host_bytes=host_bytes, arguments=arguments)
     try:
         node.wait_ready(time.monotonic() + ready_s)
         yield node

@@ -6,20 +6,15 @@ client. Both are fitted apart, each as `latency` a block and bytes a second (`po
     load(block) = bring(node, tier)(nbytes) + arrive(node)(nbytes)          bring is nothing for host memory
 
 Promises
-  - An estimate is always positive, finite and within `_MOST` times the first guess, whatever was measured.
-  - One measurement moves the estimate for a load like it to (measured / expected) ** `_GAIN` times what it was, and
-    counts for at most `_CLIP` times as long, or as short, as expected: a moving average of logarithms.
+  - An estimate is always positive and finite, and one measurement moves it by a bounded factor (`policy.scales`).
   - A measurement costs a few microseconds, and small reads are measured one in `_EVERY`; single reads on the short way
     never are.
 
-A read tells blocks and bytes together: what it took longer than expected is laid to both terms by their shares, so
-reads of different sizes tell them apart, and with one size only that size is learned, which is what is asked for then.
 Pure: seconds are handed in.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -28,6 +23,7 @@ import numpy.typing as npt
 from ucxkv.client.results import Match, PathKind
 from ucxkv.errors import UsageError
 from ucxkv.policy.cost import LoadCost
+from ucxkv.policy.scales import Scales
 
 if TYPE_CHECKING:
     from ucxkv.client.link import NodeLink
@@ -54,7 +50,6 @@ BRING: Final = {GPU_TIER: LoadCost(10e-6, 12e9), NVME_TIER: LoadCost(20e-6, 3e9)
 
 _GAIN: Final = 0.2
 _CLIP: Final = 4.0
-_MOST: Final = 1e4
 _EVERY: Final = 8
 _MANY: Final = 16
 _LEAST_SHARE: Final = 0.1
@@ -65,24 +60,19 @@ class LoadMeter:
     """One way's cost from measured loads; see the module. `cost` is the estimate now, `count` what it has seen."""
 
     def __init__(self, guess: LoadCost) -> None:
-        self._guess = guess
         self._unit_s, self._unit_byte_s = max(guess.latency_s, 1e-9), 1.0 / guess.bandwidth
+        self._scales = Scales(2, gain=_GAIN, clip=_CLIP)
         self.count = 0
         self.cost = guess
-        self._later = self._slower = 1.0  # how many times the first guess's latency, and its seconds a byte
 
     def observe(self, blocks: int, nbytes: int, seconds: float) -> None:
         """This many blocks of together `nbytes` took so long. Raises UsageError for what cannot be."""
         if blocks < 1 or nbytes < 0 or not 0 < seconds < float("inf"):
             raise UsageError(f"a load of {blocks} blocks, {nbytes} bytes in {seconds} s: there is no such load")
-        later_s, slower_s = blocks * self._unit_s * self._later, nbytes * self._unit_byte_s * self._slower
-        expected_s = later_s + slower_s
-        step = _GAIN * math.log(min(max(seconds / expected_s, 1 / _CLIP), _CLIP))
-        step *= expected_s / (later_s * later_s + slower_s * slower_s)
-        self._later = _bounded(self._later * math.exp(step * later_s))
-        self._slower = _bounded(self._slower * math.exp(step * slower_s))
+        self._scales.observe((blocks * self._unit_s, nbytes * self._unit_byte_s), seconds)
+        later, slower = self._scales.values
         self.count += 1
-        self.cost = LoadCost(self._unit_s * self._later, 1.0 / (self._unit_byte_s * self._slower))
+        self.cost = LoadCost(self._unit_s * later, 1.0 / (self._unit_byte_s * slower))
 
 
 class LoadCosts:
@@ -147,7 +137,3 @@ class LoadCosts:
 
 def _guess(way: PathKind | int) -> LoadCost:
     return ARRIVE[way] if isinstance(way, PathKind) else BRING[way]
-
-
-def _bounded(units: float) -> float:
-    return min(max(units, 1 / _MOST), _MOST)
