@@ -7,7 +7,8 @@
 
 Promises
   - After the loop each of the first `blocks` blocks is in the cache, whole: computed by the caller, or loaded and
-    proved by its sum. None is written by both: a load is over, or ended for good, before its blocks are handed out.
+    proved by its sum. None is written by both at once: a load is over, or ended for good, before its blocks are handed
+    out; a page may hold part of them then.
   - When a span is handed out, all blocks before it are in the cache.
   - What does not come (evicted meanwhile, damaged, its node dead, the deadline past) is handed out to compute. A load
     that is so late that computing its blocks is faster is ended, and its blocks are handed out.
@@ -69,7 +70,7 @@ class Split:
         self._until: Until | None = None
         self._plan = LoadSplit(np.empty(0), np.empty(0))
         self._pages = np.empty(0, np.int64)
-        self._reads: deque[tuple[range, asyncio.Task[npt.NDArray[np.bool_]]]] = deque()
+        self._reads: deque[tuple[range, asyncio.Task[tuple[npt.NDArray[np.bool_], float]]]] = deque()
         self._changed = asyncio.Event()
         self._is_handed_out = False
         self._is_closed = True
@@ -141,7 +142,8 @@ class Split:
             self._plan.computed(time.monotonic())
         while not self._is_closed and not self._plan.is_over:
             self._begin_reads()
-            await asyncio.sleep(0)  # what is begun goes on its way before the caller keeps the loop busy
+            for _ in range(2):  # what is begun goes on its way, or ends, before the caller keeps the loop busy
+                await asyncio.sleep(0)
             if self._error is not None:
                 raise self._error
             blocks = self._plan.next_compute(time.monotonic())
@@ -172,24 +174,30 @@ class Split:
     def _begin_reads(self) -> None:
         assert self._until is not None
         while not self._is_closed and (blocks := self._plan.next_load(time.monotonic())) is not None:
-            step = Step(range(self._sequence.layout.layer_groups), blocks)
-            task = asyncio.create_task(self._sequence.read(self._memory, self._pages, step, self._until))
+            task = asyncio.create_task(self._read(blocks, self._until))
             self._reads.append((blocks, task))
             task.add_done_callback(self._read_ended)
 
-    def _read_ended(self, _: asyncio.Task[npt.NDArray[np.bool_]]) -> None:
+    async def _read(self, blocks: range, until: Until) -> tuple[npt.NDArray[np.bool_], float]:
+        """Which of the blocks came, and when: `_read_ended` may have to wait for its turn."""
+        step = Step(range(self._sequence.layout.layer_groups), blocks)
+        whole = await self._sequence.read(self._memory, self._pages, step, until)
+        return whole, time.monotonic()
+
+    def _read_ended(self, _: asyncio.Task[tuple[npt.NDArray[np.bool_], float]]) -> None:
         if self._is_closed:
             return
-        now_s = time.monotonic()
         while self._reads and self._reads[-1][1].done() and self._reads[-1][1].cancelled():
             self._reads.pop()
-            self._plan.returned(now_s)
+            self._plan.returned(time.monotonic())
         while self._reads and self._reads[0][1].done() and not self._reads[0][1].cancelled():
             blocks, task = self._reads.popleft()
-            error = task.exception()
-            self._error = self._error or error
-            missing = blocks if error else [blocks.start + int(i) for i in np.flatnonzero(~task.result())]
-            self._plan.loaded(now_s, missing)
+            if (error := task.exception()) is not None:
+                self._error = self._error or error
+                self._plan.loaded(time.monotonic(), blocks)
+            else:
+                whole, end_s = task.result()
+                self._plan.loaded(end_s, (blocks.start + np.flatnonzero(~whole)).tolist())
         self._begin_reads()
         self._changed.set()
 
