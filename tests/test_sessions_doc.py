@@ -19,7 +19,8 @@ def test_the_example_of_the_page_runs() -> None:
     (block,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["40 blocks are in memory, 0 values came from disk", "40 blocks, whole"]
+    said = [line for line in done.stdout.splitlines() if "blocks" in line]
+    assert said == ["40 blocks are in memory, 0 values came from disk", "40 blocks, whole"]
 
 
 def test_the_first_guesses_of_the_page_are_those_of_the_code() -> None:

@@ -36,7 +36,7 @@ class TierTable:
         tiers = np.array([self.tiers[key] for key in rows[:n]], np.uint8)
         return Match(n, tiers, np.zeros(n), True, np.full(n, SIZE, np.uint64), "n1")
 
-    async def warm(self, keys: Keys, *, deadline_s: float | None = None) -> int:
+    async def warm(self, keys: Keys, *, root: bytes | None = None, deadline_s: float | None = None) -> int:
         rows = [row.tobytes() for row in as_key_array(keys)]
         self.calls += 1
         self.in_flight += len(rows) * SIZE
@@ -128,7 +128,7 @@ async def test_a_node_that_does_not_answer_ends_it(when: str) -> None:
         return
     if when == "warm":
 
-        async def warm(keys: Keys, *, deadline_s: float | None = None) -> int:
+        async def warm(keys: Keys, *, root: bytes | None = None, deadline_s: float | None = None) -> int:
             node.calls += 1
             raise Unavailable("gone")
 

@@ -46,7 +46,7 @@ class Warmer(Protocol):
     async def match(self, keys: Keys, *, deadline_s: float | None = None) -> Match:
         """See Client.match."""
 
-    async def warm(self, keys: Keys, *, deadline_s: float | None = None) -> int:
+    async def warm(self, keys: Keys, *, root: bytes | None = None, deadline_s: float | None = None) -> int:
         """See Client.warm."""
 
 
@@ -153,8 +153,9 @@ class _Run:
     async def _bring(self, window: _Window) -> None:
         start_s = time.monotonic()
         try:
-            keys = self._chains[window.group][window.blocks]
-            count = await self._kv.warm(keys, deadline_s=self._until.left_s())
+            chain = self._chains[window.group]
+            root, deadline_s = chain[0].tobytes(), self._until.left_s()
+            count = await self._kv.warm(chain[window.blocks], root=root, deadline_s=deadline_s)
         except (Unavailable, DeadlineExceeded):
             count = -1
         finally:
