@@ -16,7 +16,7 @@ Invariants
   - By the costs known at a decision the two sides end as close to each other as blocks allow. With costs that are true
     the whole is over no later than by loading all of it or by computing all of it.
   - Costs are learned on the way (`policy.scales`): what a span took corrects what a pass and its blocks are thought to
-    cost, what a load took corrects its tiers. A load that is late is thought to take as much longer as it is late.
+    cost, what a load took corrects its tiers. A load that is late is thought to take as long again as it is late.
   - A decision costs O(log n), the whole plan at most O(n) of them; nothing is kept but a few words a block.
 
 Pure: time is handed in, in seconds of any monotonic clock.
@@ -278,9 +278,8 @@ class LoadSplit:
         return running + late * self._compute_s(range(self.head, at))
 
     def _load_left_s(self, at: int, now_s: float) -> float:
-        """Until all from block `at` on is loaded."""
-        late = max(1.0, self._lasted_s(now_s) / self._loading[0].expected_s) if self._loading else 1.0
-        return self._in_flight_s(now_s) + late * self._load_s(range(at, self.tail))
+        """Until all from block `at` on is loaded. One late load says nothing of the next: a disk has hiccups."""
+        return self._in_flight_s(now_s) + self._load_s(range(at, self.tail))
 
     def _meeting(self, now_s: float) -> int:
         """Where the two sides should meet, head <= ... <= tail, so that the later one ends soonest; of two as good,
