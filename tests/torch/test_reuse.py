@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,42 @@ async def test_tokens_after_reuse_are_those_of_a_plain_run(model: Any, address: 
     reused = model.generate(tokens, 12, cache=model.join(into), done=6 * BLOCK_TOKENS)
     assert reused.tokens == plain.tokens
     assert len(set(plain.tokens)) > 3
+
+
+@pytest.mark.parametrize("tokens_s", [1e12, 1e-3])
+async def test_tokens_after_a_split_are_those_of_a_plain_run(model: Any, address: str, tokens_s: float) -> None:
+    """Goal: computing some blocks and loading the others changes nothing but the time. Method: a split of 6 blocks by
+    an engine that is told to be faster than any load, and one that is hopeless; decode greedily from it and from
+    nothing."""
+    tokens = torch.randint(0, 512, (100,), generator=torch.Generator().manual_seed(7)).tolist()
+    plain = model.generate(tokens, 12)
+    layout = layout_of(model, salt=f"split {tokens_s}")
+    async with ucxkv.connect(address) as kv:
+        seq = kv.sequence(layout, tokens[:-1])
+        assert (await seq.save(model.cut(model.prefill(tokens), 6, BLOCK_TOKENS))).blocks == 6
+        blocks, cache = torch.zeros(6, *layout.shape), None
+        async with seq.split(blocks, tokens_s, compute_blocks=2, load_blocks=1) as split:
+            async for span in split:
+                cache = await asyncio.to_thread(model.compute_span, tokens, blocks, span, cache)
+        assert split.blocks == 6 and split.is_over
+        assert (split.computed_blocks > 0) == (tokens_s == 1e12)
+    reused = model.generate(tokens, 12, cache=model.join(blocks), done=6 * BLOCK_TOKENS)
+    assert reused.tokens == plain.tokens
+    assert len(set(plain.tokens)) > 3
+
+
+@pytest.mark.parametrize("spans", [[range(6)], [range(2), range(2, 6)], [range(4, 6)], [range(1), range(3, 4)]])
+def test_spans_computed_after_loaded_blocks_are_those_of_one_prefill(model: Any, spans: list[range]) -> None:
+    """Goal: blocks handed out at the end, because they did not come, are computed from what is in the cache. Method:
+    spans of any place computed after blocks that are there; all keys and values are those of one prefill."""
+    tokens = torch.randint(0, 512, (96,), generator=torch.Generator().manual_seed(8)).tolist()
+    whole = model.cut(model.prefill(tokens), 6, BLOCK_TOKENS)
+    blocks, cache = whole.clone(), None
+    for span in spans:
+        blocks[span.start : span.stop] = 0
+    for span in spans:
+        cache = model.compute_span(tokens, blocks, span, cache)
+    assert torch.allclose(blocks, whole, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"])
