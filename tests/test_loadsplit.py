@@ -201,23 +201,31 @@ def test_tiers_are_learned_apart() -> None:
     assert plan.load_scale(7) == 1.0
 
 
-def test_a_load_of_which_nothing_comes_is_the_last() -> None:
-    """Goal: a dead node is not asked once a step. Method: all blocks gone; loads begun are those in flight."""
-    begun = []
+def test_loads_go_on_below_a_tail_that_was_evicted() -> None:
+    """Goal: a chain that lost its tail is not computed as a whole. Method: the last 20 of 64 blocks are gone, loads of
+    two blocks are fast; the 20 are computed at the end, in order, and nearly nothing else."""
+    world = World([1.0] * 64, [0.001] * 64, set(range(44, 64)))
+    plan = LoadSplit(np.full(64, 1.0), np.full(64, 0.001), load_blocks=2, loads_at_once=2)
+    world.run(plan)
+    assert world.order == [range(44, 60), range(60, 64)]
+
+
+def test_after_the_last_load_the_rest_is_computed() -> None:
+    """Goal: a dead node is not asked once a step. Method: stop with two loads in flight, of which one comes."""
     plan = LoadSplit(np.full(64, 1.0), np.full(64, 0.01), load_blocks=2, loads_at_once=2)
-    while (blocks := plan.next_load(0.0)) is not None:
-        begun.append(blocks)
-    plan.loaded(0.01, begun[0])
-    assert plan.next_load(0.02) is None
-    plan.loaded(0.02, begun[1])
+    begun = [plan.next_load(0.0), plan.next_load(0.0)]
     assert begun == [range(62, 64), range(60, 62)]
+    plan.loaded(0.01, range(62, 64))
+    plan.stop_loading()
+    plan.loaded(0.02)
+    assert plan.next_load(0.02) is None
     spans, now = [], 1.0
     while (span := plan.next_compute(now)) is not None:
         now += 16
         plan.computed(now)
         spans.append(span)
-    assert sorted(block for span in spans for block in span) == list(range(64))
-    assert plan.is_over
+    assert [block for span in spans for block in span] == [*range(60), 62, 63]
+    assert plan.is_over and plan.loaded_blocks == 2
 
 
 def test_a_stalled_load_is_called_back_and_its_blocks_are_computed() -> None:

@@ -73,7 +73,7 @@ class Load:
         self._is_over = False
         self._steps: Iterator[Step] | None = None
         self._pages = np.empty(0, np.int64)
-        self._running: deque[tuple[Step, asyncio.Task[npt.NDArray[np.bool_]]]] = deque()
+        self._running: deque[tuple[Step, asyncio.Task[npt.NDArray[np.uint8]]]] = deque()
         self.loaded = range(0)
 
     def __aiter__(self) -> Self:
@@ -87,15 +87,15 @@ class Load:
         try:
             if self._steps is None:
                 await self._begin()
-            step, whole = await self._next_step()
+            step, status = await self._next_step()
         except BaseException:
             await self.aclose()
             raise
         if step is None:
             await self.aclose()
             raise StopAsyncIteration
-        loaded = self._account(step, whole)
-        if len(loaded.blocks) < len(whole):  # a hole: no later step is of use, unless it brings further layers
+        loaded = self._account(step, status)
+        if len(loaded.blocks) < len(status):  # a hole: no later step is of use, unless it brings further layers
             if self._order != "layer" or not loaded.blocks:
                 await self.aclose()
             if not loaded.blocks:
@@ -121,12 +121,12 @@ class Load:
             self.loaded = range(n, n)
             self._steps = (Step(groups, range(max(b - k, 0), b)) for b in range(n, 0, -k))
 
-    async def _next_step(self) -> tuple[Step | None, npt.NDArray[np.bool_]]:
+    async def _next_step(self) -> tuple[Step | None, npt.NDArray[np.uint8]]:
         assert self._steps is not None
         if not self._ahead:
             step = next(self._steps, None)
             if step is None:
-                return None, np.empty(0, np.bool_)
+                return None, np.empty(0, np.uint8)
             if self._order == "layer":
                 step = Step(step.groups, self.loaded)
             return step, await self._sequence.read(self._memory, self._pages, step, self._until)
@@ -134,15 +134,15 @@ class Load:
             read = self._sequence.read(self._memory, self._pages, step, self._until)
             self._running.append((step, asyncio.create_task(read)))
         if not self._running:
-            return None, np.empty(0, np.bool_)
+            return None, np.empty(0, np.uint8)
         step, task = self._running[0]
-        whole = await task
+        status = await task
         self._running.popleft()
-        return step, whole
+        return step, status
 
-    def _account(self, step: Step, whole: npt.NDArray[np.bool_]) -> Loaded:
+    def _account(self, step: Step, status: npt.NDArray[np.uint8]) -> Loaded:
         """The usable blocks of a step: up to its first hole (order "tail": from its last hole on)."""
-        holes = np.flatnonzero(~whole)
+        holes = np.flatnonzero(status)  # HIT is 0
         a, b = step.blocks.start, step.blocks.stop
         if self._order == "tail":
             good = range(a + int(holes[-1]) + 1 if len(holes) else a, b)

@@ -186,7 +186,7 @@ class LoadSplit:
     def loaded(self, now_s: float, missing: Iterable[int] = ()) -> None:
         """The oldest load in flight ended; `missing`: blocks of it that did not come, which are computed instead.
 
-        A load of which nothing came is the last: what is gone there is gone below, or its node is.
+        Further loads are tried: a store that evicts from a chain's tail has its head. See `stop_loading`.
         """
         done = self._loading.popleft()
         gone = set(missing)
@@ -196,15 +196,13 @@ class LoadSplit:
                 insort(self._missing, block)
             else:
                 self._cover(range(block, block + 1), _LOADED)
-        if len(gone) == len(done.blocks):
-            self.stop_loading()
-        elif not gone:
+        if not gone:
             lasted_s = now_s - max(done.start_s, self._load_end_s)
             self._load_scales.observe(self._load_told_s(done.blocks), max(lasted_s, _LEAST_S))
         self._load_end_s = now_s
 
     def stop_loading(self) -> None:
-        """Begin no more loads; those in flight may end."""
+        """Begin no more loads, as their node is gone, say; those in flight may end."""
         self._is_loading_over = True
 
     def recall(self, now_s: float) -> range | None:

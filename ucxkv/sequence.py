@@ -252,13 +252,16 @@ class Sequence:
 
     async def read(
         self, memory: PagedMemory, pages: npt.NDArray[np.int64], step: Step, until: Until
-    ) -> npt.NDArray[np.bool_]:
-        """Read the step's groups of its blocks; which blocks are whole, bool (blocks of the step,)."""
+    ) -> npt.NDArray[np.uint8]:
+        """Read the step's groups of its blocks: ReadStatus u8 (blocks of the step,), of each the worst of its groups.
+
+        What the deadline does not leave time for is UNAVAILABLE.
+        """
         a, b = step.blocks.start, step.blocks.stop
         try:
             deadline_s = until.left_s()
         except DeadlineExceeded:
-            return np.zeros(b - a, np.bool_)
+            return np.full(b - a, ReadStatus.UNAVAILABLE, np.uint8)
 
         async def read(group: int) -> GetResult:
             chain = self._chains[group]
@@ -266,10 +269,10 @@ class Sequence:
                 chain[a:b], memory.pieces(pages[a:b], group), root=chain[0].tobytes(), deadline_s=deadline_s
             )
 
-        whole = np.ones(b - a, np.bool_)
+        status = np.zeros(b - a, np.uint8)
         for result in await _together([read(group) for group in step.groups]):
-            whole &= result.status == ReadStatus.HIT
-        return whole
+            np.maximum(status, result.status, out=status)
+        return status
 
 
 async def _together(calls: list[Coroutine[Any, Any, _T]]) -> list[_T]:

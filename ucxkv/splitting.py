@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Final, Self
 import numpy as np
 import numpy.typing as npt
 
+from ucxkv.client.results import ReadStatus
 from ucxkv.errors import Unavailable, UsageError
 from ucxkv.loading import Step, Until, ended
 from ucxkv.loadsplit import LoadSplit
@@ -70,7 +71,7 @@ class Split:
         self._until: Until | None = None
         self._plan = LoadSplit(np.empty(0), np.empty(0))
         self._pages = np.empty(0, np.int64)
-        self._reads: deque[tuple[range, asyncio.Task[tuple[npt.NDArray[np.bool_], float]]]] = deque()
+        self._reads: deque[tuple[range, asyncio.Task[tuple[npt.NDArray[np.uint8], float]]]] = deque()
         self._changed = asyncio.Event()
         self._is_handed_out = False
         self._is_closed = True
@@ -178,13 +179,13 @@ class Split:
             self._reads.append((blocks, task))
             task.add_done_callback(self._read_ended)
 
-    async def _read(self, blocks: range, until: Until) -> tuple[npt.NDArray[np.bool_], float]:
-        """Which of the blocks came, and when: `_read_ended` may have to wait for its turn."""
+    async def _read(self, blocks: range, until: Until) -> tuple[npt.NDArray[np.uint8], float]:
+        """What became of the blocks, and when: `_read_ended` may have to wait for its turn."""
         step = Step(range(self._sequence.layout.layer_groups), blocks)
-        whole = await self._sequence.read(self._memory, self._pages, step, until)
-        return whole, time.monotonic()
+        status = await self._sequence.read(self._memory, self._pages, step, until)
+        return status, time.monotonic()
 
-    def _read_ended(self, _: asyncio.Task[tuple[npt.NDArray[np.bool_], float]]) -> None:
+    def _read_ended(self, _: asyncio.Task[tuple[npt.NDArray[np.uint8], float]]) -> None:
         if self._is_closed:
             return
         while self._reads and self._reads[-1][1].done() and self._reads[-1][1].cancelled():
@@ -196,8 +197,10 @@ class Split:
                 self._error = self._error or error
                 self._plan.loaded(time.monotonic(), blocks)
             else:
-                whole, end_s = task.result()
-                self._plan.loaded(end_s, (blocks.start + np.flatnonzero(~whole)).tolist())
+                status, end_s = task.result()
+                self._plan.loaded(end_s, (blocks.start + np.flatnonzero(status)).tolist())
+                if (status == ReadStatus.UNAVAILABLE).any():  # the node is gone, or the time for loads is over
+                    self._plan.stop_loading()
         self._begin_reads()
         self._changed.set()
 
