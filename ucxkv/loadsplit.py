@@ -133,12 +133,6 @@ class LoadSplit:
         """How many times as long as told loading from a tier takes; 1 for one that holds no block of these."""
         return self._load_scales.values[self._tiers.index(tier)] if tier in self._tiers else 1.0
 
-    def expected_s(self, now_s: float) -> float:
-        """Until every block is there, as known now."""
-        at = self._meeting(now_s)
-        missing = sum(self._compute_s(range(block, block + 1)) for block in self._missing)
-        return max(self._compute_end_s(at, now_s), self._load_left_s(at, now_s)) + missing
-
     # ---- computing
 
     def next_compute(self, now_s: float) -> range | None:
@@ -267,32 +261,34 @@ class LoadSplit:
         left_s = abs(self._loading[0].expected_s - self._lasted_s(now_s))
         return left_s + sum(run.expected_s for run in self._loading) - self._loading[0].expected_s
 
-    def _compute_end_s(self, at: int, now_s: float) -> float:
-        """Until all below block `at` is computed."""
-        running, late = 0.0, 1.0
-        if self._computing is not None:
-            lasted_s, expected_s = now_s - self._computing.start_s, self._computing.expected_s
-            running, late = abs(expected_s - lasted_s), max(1.0, lasted_s / expected_s)
-        return running + late * self._compute_s(range(self.head, at))
-
-    def _load_left_s(self, at: int, now_s: float) -> float:
-        """Until all from block `at` on is loaded. One late load says nothing of the next: a disk has hiccups."""
-        return self._in_flight_s(now_s) + self._load_s(range(at, self.tail))
+    def _busy_s(self, now_s: float) -> tuple[float, float]:
+        """Until the span that is being computed is over, and how late it makes those after it: 1, or so many times."""
+        if self._computing is None:
+            return 0.0, 1.0
+        lasted_s, expected_s = now_s - self._computing.start_s, self._computing.expected_s
+        return abs(expected_s - lasted_s), max(1.0, lasted_s / expected_s)
 
     def _meeting(self, now_s: float) -> int:
         """Where the two sides should meet, head <= ... <= tail, so that the later one ends soonest; of two as good,
         the one with less to compute.
+
+        That one load is late says nothing of the next ones: a disk has hiccups.
         """
         if self._is_loading_over:
             return self.tail
+        busy_s, late = self._busy_s(now_s)
+        in_flight_s = self._in_flight_s(now_s)
+
+        def computed_s(place: int) -> float:
+            return busy_s + late * self._compute_s(range(self.head, place))
+
+        def loaded_s(place: int) -> float:
+            return in_flight_s + self._load_s(range(place, self.tail))
+
         places = range(self.head, self.tail + 1)
-        at = self.head + bisect_left(
-            places, True, key=lambda place: self._compute_end_s(place, now_s) >= self._load_left_s(place, now_s)
-        )
+        at = self.head + bisect_left(places, True, key=lambda place: computed_s(place) >= loaded_s(place))
         at = min(at, self.tail)
-        if at > self.head and self._load_left_s(at - 1, now_s) <= max(
-            self._compute_end_s(at, now_s), self._load_left_s(at, now_s)
-        ):
+        if at > self.head and loaded_s(at - 1) <= max(computed_s(at), loaded_s(at)):
             at -= 1
         return at
 
