@@ -40,9 +40,10 @@ if TYPE_CHECKING:
     )
     from ucxkv.keys import Keys
     from ucxkv.objects import BlockingObjects
+    from ucxkv.sessions import PrefetchResult, Session
     from ucxkv.tokens import Token
 
-__all__ = ["HeldLease", "SyncClient", "connect"]
+__all__ = ["HeldLease", "HeldSession", "SyncClient", "connect"]
 
 T = TypeVar("T")
 
@@ -74,6 +75,31 @@ class HeldLease:
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+class HeldSession:
+    """A session of a blocking client, made by `kv.session(id)`; see `ucxkv.Session`. From any thread."""
+
+    def __init__(self, owner: SyncClient, session: Session) -> None:
+        self._owner = owner
+        self._session = session
+        self.id = session.id
+
+    def turn(self, used: Keys, *, deadline_s: float | None = None) -> None:
+        """Remember the chain of keys that this turn used."""
+        self._owner._run(self._session.turn(used, deadline_s=deadline_s))
+
+    def prefetch(self, **options: Any) -> PrefetchResult:
+        """Bring what the session used to memory, and wait for it; options as `Session.prefetch`."""
+        return self._owner._run(self._session.prefetch(**options))
+
+    def submit_prefetch(self, **options: Any) -> Ticket[PrefetchResult]:
+        """Start a `prefetch`; complete it as a `submit_get`."""
+        return Ticket(self._owner._loop, self._session.prefetch(**options))
+
+    def end(self, *, delete: bool = False, deadline_s: float | None = None) -> int:
+        """Forget the session; how many of its values were removed."""
+        return self._owner._run(self._session.end(delete=delete, deadline_s=deadline_s))
 
 
 class SyncClient:
@@ -166,6 +192,22 @@ class SyncClient:
     def delete(self, keys: Keys) -> npt.NDArray[np.uint8]:
         """Remove blocks."""
         return self._run(self._client.delete(keys))
+
+    def warm(self, keys: Keys, **options: Any) -> int:
+        """Bring blocks from disk to memory; options as `Client.warm`."""
+        return self._run(self._client.warm(keys, **options))
+
+    def prefetch(self, keys: Keys, **options: Any) -> PrefetchResult:
+        """Bring a chain's stored blocks from disk to memory; options as `Client.prefetch`."""
+        return self._run(self._client.prefetch(keys, **options))
+
+    def session(self, session_id: str, **options: Any) -> HeldSession:
+        """A conversation; options as `Client.session`."""
+
+        async def make() -> Session:
+            return self._client.session(session_id, **options)
+
+        return HeldSession(self, self._run(make()))
 
     def register(self, array: object, *, row_bytes: int | None = None) -> RegisteredBuffer:
         """Check a contiguous array once, to name rows of it without cost."""

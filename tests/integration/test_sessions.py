@@ -267,3 +267,27 @@ async def test_a_turn_while_the_node_is_gone_is_remembered_here() -> None:
             assert words(session) == [k]
             assert (await session.prefetch()).in_memory == 0
             assert session.log is not None and session.log.failures > 0
+
+
+async def test_the_blocking_client_has_sessions_and_prefetch(shared_node: NodeProcess, kv: ucxkv.Client) -> None:
+    """Goal: engines without a loop have them too. Method: a turn by the blocking client in a thread, prefetches that
+    wait and one that does not; another client knows the stored session; the end of it."""
+    own, k = name(), await chain(kv)
+
+    def work() -> tuple[Any, ...]:
+        with ucxkv.sync.connect(shared_node.address) as blocking:
+            session = blocking.session(own, stored=True)
+            session.turn(k)
+            with session.submit_prefetch() as ticket:
+                first = ticket.result(5)
+            return first, session.prefetch(), blocking.prefetch(k), blocking.warm(k), session.id
+
+    assert await asyncio.to_thread(work) == (*[PrefetchResult(6, 6, 0, 0)] * 3, 6, own)
+    assert (await kv.session(own, stored=True).prefetch()).blocks == 6
+
+    def end() -> int:
+        with ucxkv.sync.connect(shared_node.address) as blocking:
+            return blocking.session(own, stored=True).end(delete=True)
+
+    assert await asyncio.to_thread(end) == 6
+    assert not (await kv.exists_many(k)).any()
