@@ -86,17 +86,45 @@ def test_nodes_paths_and_tiers_are_learned_apart() -> None:
     arrive = ARRIVE[PathKind.MAPPED].seconds(64 * KIB)
     guessed = costs.load_s("a", PathKind.MAPPED, sizes, tiers)
     assert guessed == pytest.approx([arrive + BRING[0].seconds(64 * KIB), arrive, arrive + BRING[2].seconds(64 * KIB)])
-    for _ in range(60):
-        costs.arrived("a", PathKind.MAPPED, 16, 16 * 64 * KIB, 16 * 1e-3)
-        costs.brought("b", 2, 16, 16 * 64 * KIB, 16 * 5e-3)
-        costs.brought("b", 1, 16, 16 * 64 * KIB, 1.0)  # host memory is brought from nowhere
-        costs.arrived("a", PathKind.RMA, 16, 16 * 64 * KIB, 0.0)  # a clock that stood still
+    for at in range(60):
+        costs.arrived("a", PathKind.MAPPED, 16, 16 * 64 * KIB, at, at + 16 * 1e-3)
+        costs.brought("b", 2, 16, 16 * 64 * KIB, at, at + 16 * 5e-3)
+        costs.brought("b", 1, 16, 16 * 64 * KIB, at, at + 1.0)  # host memory is brought from nowhere
+        costs.arrived("a", PathKind.RMA, 16, 16 * 64 * KIB, at, at)  # a clock that stood still
     assert costs.load_s("a", PathKind.MAPPED, sizes, tiers)[1] == pytest.approx(1e-3, rel=0.02)
     assert costs.load_s("b", PathKind.MAPPED, sizes, tiers) == pytest.approx(
         [guessed[0], guessed[1], guessed[1] + 5e-3], rel=0.02
     )
     assert costs.load_s("c", PathKind.MAPPED, sizes, tiers) == pytest.approx(guessed)
     assert costs.cost("a", PathKind.RMA) == ARRIVE[PathKind.RMA]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5, 20])
+def test_loads_that_overlap_are_measured_together(at_once: int) -> None:
+    """Goal: reads side by side are not each taken for as slow as all of them. Method: so many at once, of which each
+    takes as long as all, again and again, with a pause and without; a block is found to take its share of the time."""
+    for pause_s in (0.0, 0.5):
+        costs, now_s = LoadCosts(), 0.0
+        for _ in range(2000):
+            took_s = at_once * 16 * 1e-3
+            for i in range(at_once):
+                costs.arrived("a", PathKind.MESSAGE, 16, 16 * 64 * KIB, now_s, now_s + took_s + i * 1e-6)
+            now_s += took_s + pause_s
+        assert costs.cost("a", PathKind.MESSAGE).seconds(64 * KIB) == pytest.approx(1e-3, rel=0.25)
+
+
+def test_a_read_from_disk_is_laid_to_the_disk_but_for_what_memory_takes() -> None:
+    """Goal: the disk is not charged twice for the way from memory. Method: reads from memory of 1 ms a block, then from
+    disk of 4 ms; a load from disk is 4 ms, of it 3 of the disk. One that is faster than memory leaves it a tenth."""
+    costs, sizes = LoadCosts(), np.full(1, 64 * KIB, np.float64)
+    for at in range(60):
+        costs.arrived("a", PathKind.MAPPED, 16, 16 * 64 * KIB, at, at + 16 * 1e-3)
+        costs.came_cold("a", PathKind.MAPPED, 16, 16 * 64 * KIB, at + 0.5, at + 0.5 + 16 * 4e-3)
+    assert costs.cost("a", 2).seconds(64 * KIB) == pytest.approx(3e-3, rel=0.05)
+    assert costs.load_s("a", PathKind.MAPPED, sizes, np.array([2], np.uint8)) == pytest.approx([4e-3], rel=0.05)
+    for at in range(100, 160):
+        costs.came_cold("a", PathKind.MAPPED, 16, 16 * 64 * KIB, at, at + 16 * 0.5e-3)
+    assert costs.cost("a", 2).seconds(64 * KIB) == pytest.approx(0.05e-3, rel=0.1)
 
 
 def test_large_reads_are_always_measured_and_small_ones_now_and_then() -> None:

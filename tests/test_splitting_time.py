@@ -51,8 +51,9 @@ def in_virtual_time(call: Coroutine[Any, Any, Any]) -> Any:
 
 async def split(
     store: SlowStore, block_s: float, *, told: float = 1.0, pass_s: float = 0.0, compute_blocks: int = 8
-) -> tuple[float, int]:
-    """(virtual seconds, blocks computed) of a split whose engine needs `block_s` a block, told as `told` times that."""
+) -> tuple[float, int, float]:
+    """Of a split whose engine needs `block_s` a block, told as `told` times that: virtual seconds, blocks computed, and
+    how many times as long as told loads are thought to take in the end."""
     seq, source = Sequence(store, LAYOUT, TOKENS), whole_cache(LAYOUT, N, seed=1)
     await seq.save(source)
     into = whole_cache(LAYOUT, N)
@@ -65,7 +66,7 @@ async def split(
             await asyncio.sleep(pass_s + block_s * len(blocks))
             into[blocks.start : blocks.stop] = source[blocks.start : blocks.stop]
     assert (into == source).all() and running.blocks == N
-    return loop.time() - began, running.computed_blocks
+    return loop.time() - began, running.computed_blocks, running._plan.load_scale(1)
 
 
 @pytest.mark.parametrize("pass_s", [0.0, 0.02])
@@ -73,7 +74,7 @@ async def split(
 def test_with_true_costs_it_is_over_when_the_best_split_is(times: float, pass_s: float) -> None:
     """Goal: the shell adds nothing to the plan's time. Method: an engine so many times as slow as a load of 1 ms; the
     virtual time against the best place to meet, which is no later than either side alone."""
-    took, computed = in_virtual_time(split(SlowStore(1e-3), 1e-3 * times, pass_s=pass_s))
+    took, computed, _ = in_virtual_time(split(SlowStore(1e-3), 1e-3 * times, pass_s=pass_s))
     blocks = np.arange(N + 1)
     best = best_split(1e-3 * times * blocks + pass_s * -(-blocks // 8), np.full(N, 1e-3))
     assert took == pytest.approx(best.seconds, rel=1e-3)
@@ -86,7 +87,7 @@ def test_with_true_costs_it_is_over_when_the_best_split_is(times: float, pass_s:
 def test_with_wrong_guesses_it_is_over_not_much_later(times: float, told_loads: float, told_computes: float) -> None:
     """Goal: what is learned on the way makes up for guesses that are ten times off. Method: each mixture of wrong
     guesses; later than the best split by three of the engine's spans and two loads at most."""
-    took, _ = in_virtual_time(split(SlowStore(1e-3, told_loads), 1e-3 * times, told=told_computes, compute_blocks=2))
+    took, _, _ = in_virtual_time(split(SlowStore(1e-3, told_loads), 1e-3 * times, told=told_computes, compute_blocks=2))
     best = best_split(1e-3 * times * np.arange(N + 1), np.full(N, 1e-3)).seconds
     assert took <= best + 3 * 2 * 1e-3 * times + 2 * 4 * 1e-3
 
@@ -95,7 +96,7 @@ def test_with_wrong_guesses_it_is_over_not_much_later(times: float, told_loads: 
 def test_a_store_that_stalls_costs_what_a_late_load_may(stall_at: int) -> None:
     """Goal: a stalled disk costs no more than computing. Method: one load of many lasts hours; it is over as soon as
     all of the rest is computed, but for the wait until a load counts as late."""
-    took, computed = in_virtual_time(split(SlowStore(1e-3, stall_at=stall_at), 2e-3))
+    took, computed, _ = in_virtual_time(split(SlowStore(1e-3, stall_at=stall_at), 2e-3))
     assert computed == N - 4 * (stall_at - 1)
     assert took <= 2e-3 * computed + 0.03
 
@@ -104,6 +105,32 @@ def test_a_hiccup_of_the_disk_is_no_reason_to_compute_much() -> None:
     """Goal: an engine that computes 40 times as slowly as blocks load is not sent off by one slow read. Method: the
     first of many loads takes 0.2 s; it is over no later than twice that stall and the loads."""
     store = SlowStore(1e-3, stall_at=1, stall_s=0.2)
-    took, computed = in_virtual_time(split(store, 40e-3, pass_s=0.1))
+    took, computed, _ = in_virtual_time(split(store, 40e-3, pass_s=0.1))
     assert computed <= 6
     assert took <= 2 * 0.2 + N * 1e-3
+
+
+class SharedStore(SlowStore):
+    """Loads that are in flight at once share the way, and end at once."""
+
+    free_s = 0.0
+
+    async def get_many(self, keys: Keys, into: object, **options: Any) -> GetResult:
+        loop = asyncio.get_running_loop()
+        self.free_s = max(self.free_s, loop.time()) + self.load_s * len(as_key_array(keys))
+        await asyncio.sleep(self.free_s - loop.time())
+        if (left_s := self.free_s - loop.time()) > 1e-6:  # another one began meanwhile
+            await asyncio.sleep(left_s)
+        return await DictStore.get_many(self, keys, into, **options)
+
+
+@pytest.mark.parametrize("times", [0.25, 1.0, 4.0, 16.0])
+@pytest.mark.parametrize("told", [0.25, 1.0, 4.0])
+def test_loads_that_end_together_are_measured_as_one(times: float, told: float) -> None:
+    """Goal: two loads that share a drive are not taken for one slow and one that took no time. Method: a store whose
+    loads in flight end at once, told rightly and wrongly; what is thought of them in the end, and the end itself, later
+    than the best split's by two spans and three loads at most."""
+    took, _, scale = in_virtual_time(split(SharedStore(1e-3, told), 1e-3 * times, compute_blocks=2))
+    best = best_split(1e-3 * times * np.arange(N + 1), np.full(N, 1e-3)).seconds
+    assert took <= best + 2 * 2 * 1e-3 * times + 3 * 4 * 1e-3
+    assert scale == pytest.approx(1 / told, rel=0.25)

@@ -102,6 +102,7 @@ class LoadSplit:
         self._computing: _Running | None = None
         self._loading: deque[_Running] = deque()
         self._load_end_s = -float("inf")
+        self._measured, self._measured_s, self._measured_told_s = 0, 0.0, [0.0] * len(self._tiers)
         self._is_loading_over = False
         self._missing: list[int] = []
         self._sides = bytearray(n)
@@ -190,10 +191,10 @@ class LoadSplit:
                 insort(self._missing, block)
             else:
                 self._cover(range(block, block + 1), _LOADED)
-        if not gone:
-            lasted_s = now_s - max(done.start_s, self._load_end_s)
-            self._load_scales.observe(self._load_told_s(done.blocks), max(lasted_s, _LEAST_S))
+        lasted_s = now_s - max(done.start_s, self._load_end_s)
         self._load_end_s = now_s
+        if not gone:
+            self._measure(done.blocks, lasted_s)
 
     def stop_loading(self) -> None:
         """Begin no more loads, as their node is gone, say; those in flight may end."""
@@ -220,13 +221,13 @@ class LoadSplit:
         self.stop_loading()
         lasted_s = now_s - max(given_up.start_s, self._load_end_s)
         if not self._loading and lasted_s > given_up.expected_s:
-            self._load_scales.observe(self._load_told_s(given_up.blocks), lasted_s)
+            self._measure(given_up.blocks, lasted_s)
 
     def wait_s(self, now_s: float) -> float:
         """After how long to ask again when nothing ends before: a load may be late by then."""
         if not self._loading:
             return _LEAST_S
-        return max(1e-3, 0.5 * self._lasted_s(now_s), self._loading[0].expected_s - self._lasted_s(now_s))
+        return max(1e-3, 0.5 * self._lasted_s(now_s), self._in_flight_s(now_s))
 
     def check(self) -> None:
         """Assert the invariants; for tests."""
@@ -250,16 +251,24 @@ class LoadSplit:
     def _load_s(self, blocks: range) -> float:
         return self._load_scales.seconds(self._load_told_s(blocks))
 
+    def _measure(self, blocks: range, lasted_s: float) -> None:
+        """Loads that were in flight at once shared the way, and may end at once: they are measured together."""
+        self._measured_s += lasted_s
+        for at, told_s in enumerate(self._load_told_s(blocks)):
+            self._measured_told_s[at] += told_s
+        self._measured += 1
+        if self._measured >= self._loads_at_once or not self._loading:
+            self._load_scales.observe(self._measured_told_s, max(self._measured_s, _LEAST_S))
+            self._measured, self._measured_s, self._measured_told_s = 0, 0.0, [0.0] * len(self._tiers)
+
     def _lasted_s(self, now_s: float) -> float:
-        """Since when the oldest load in flight has the way to itself."""
+        """Since when the loads that are in flight now have the way to themselves."""
         return now_s - max(self._loading[0].start_s, self._load_end_s) if self._loading else 0.0
 
     def _in_flight_s(self, now_s: float) -> float:
         """Until the loads in flight are over."""
-        if not self._loading:
-            return 0.0
-        left_s = abs(self._loading[0].expected_s - self._lasted_s(now_s))
-        return left_s + sum(run.expected_s for run in self._loading) - self._loading[0].expected_s
+        expected_s = sum(run.expected_s for run in self._loading)
+        return abs(expected_s - self._lasted_s(now_s))
 
     def _busy_s(self, now_s: float) -> tuple[float, float]:
         """Until the span that is being computed is over, and how late it makes those after it: 1, or so many times."""

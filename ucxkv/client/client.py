@@ -271,8 +271,8 @@ class Client(BlockCalls):
         from ucxkv.sequence import group_keys
         from ucxkv.sessions.prefetch import prefetch
 
-        def brought(node: str, blocks: int, nbytes: int, seconds: float) -> None:
-            self._router.loads.brought(node, NVME_TIER, blocks, nbytes, seconds)
+        def brought(node: str, blocks: int, nbytes: int, start_s: float, end_s: float) -> None:
+            self._router.loads.brought(node, NVME_TIER, blocks, nbytes, start_s, end_s)
 
         return await prefetch(
             self,

@@ -7,6 +7,7 @@ client. Both are fitted apart, each as `latency` a block and bytes a second (`po
 
 Promises
   - An estimate is always positive and finite, and one measurement moves it by a bounded factor (`policy.scales`).
+  - Loads that overlap in time share the way and are measured together.
   - A measurement costs a few microseconds, and small reads are measured one in `_EVERY`; single reads on the short way
     never are.
 
@@ -53,7 +54,8 @@ _CLIP: Final = 4.0
 _EVERY: Final = 8
 _MANY: Final = 16
 _LEAST_SHARE: Final = 0.1
-_METERS_MAX: Final = 4096
+_WAYS_MAX: Final = 4096
+_TOGETHER: Final = 64
 
 
 class LoadMeter:
@@ -75,11 +77,45 @@ class LoadMeter:
         self.cost = LoadCost(self._unit_s * later, 1.0 / (self._unit_byte_s * slower))
 
 
+class _Way:
+    """A way's meter, and the loads since it was asked last that overlapped in time: they shared the way."""
+
+    def __init__(self, guess: LoadCost) -> None:
+        self.meter = LoadMeter(guess)
+        self._end_s = -float("inf")
+        self._clear()
+
+    def _clear(self) -> None:
+        self._loads = self._blocks = self._nbytes = 0
+        self._lasted_s = self._besides_s = 0.0
+
+    def add(self, blocks: int, nbytes: int, start_s: float, end_s: float, besides_s: float) -> None:
+        """A load ended, not before those that were added ended. besides_s: of it another way's."""
+        if start_s >= self._end_s or self._loads >= _TOGETHER:
+            self.settle()
+        self._loads += 1
+        self._blocks += blocks
+        self._nbytes += nbytes
+        self._lasted_s += max(0.0, end_s - max(start_s, self._end_s))
+        self._besides_s += besides_s
+        self._end_s = max(self._end_s, end_s)
+
+    def settle(self) -> None:
+        """Measure what was added."""
+        if self._lasted_s > 0:
+            seconds = max(self._lasted_s - self._besides_s, _LEAST_SHARE * self._lasted_s)
+            self.meter.observe(self._blocks, self._nbytes, seconds)
+        self._clear()
+
+
 class LoadCosts:
-    """The meters of one client: of each node's way to it, and of each node's slower tiers into the node's memory."""
+    """The meters of one client: of each node's way to it, and of each node's slower tiers into the node's memory.
+
+    Times are of one monotonic clock, in seconds.
+    """
 
     def __init__(self) -> None:
-        self._meters: dict[tuple[str, PathKind | int], LoadMeter] = {}
+        self._ways: dict[tuple[str, PathKind | int], _Way] = {}
         self._calls = 0
 
     def is_due(self, blocks: int) -> bool:
@@ -87,26 +123,28 @@ class LoadCosts:
         self._calls += 1
         return blocks >= _MANY or self._calls % _EVERY == 0
 
-    def arrived(self, node: str, path: PathKind, blocks: int, nbytes: int, seconds: float) -> None:
-        """Blocks came from the node's memory in this time, all of them hits."""
-        if seconds > 0:
-            self._meter(node, path).observe(blocks, nbytes, seconds)
+    def arrived(self, node: str, path: PathKind, blocks: int, nbytes: int, start_s: float, end_s: float) -> None:
+        """Blocks came from the node's memory, all of them hits."""
+        self._way(node, path).add(blocks, nbytes, start_s, end_s, 0.0)
 
-    def brought(self, node: str, tier: int, blocks: int, nbytes: int, seconds: float) -> None:
-        """The node brought blocks from a tier into its memory in this time, as seen from here."""
-        if seconds > 0 and tier in BRING:
-            self._meter(node, tier).observe(blocks, nbytes, seconds)
+    def brought(self, node: str, tier: int, blocks: int, nbytes: int, start_s: float, end_s: float) -> None:
+        """The node brought blocks from a tier into its memory, as seen from here."""
+        if tier in BRING:
+            self._way(node, tier).add(blocks, nbytes, start_s, end_s, 0.0)
 
-    def came_cold(self, node: str, path: PathKind, blocks: int, nbytes: int, seconds: float) -> None:
-        """Blocks came from the node's disk in this time: what its memory would not have taken is laid to the disk."""
+    def came_cold(self, node: str, path: PathKind, blocks: int, nbytes: int, start_s: float, end_s: float) -> None:
+        """Blocks came from the node's disk: what its memory would not have taken is laid to the disk."""
         arrive = self.cost(node, path)
         from_memory_s = blocks * arrive.latency_s + nbytes / arrive.bandwidth
-        self.brought(node, NVME_TIER, blocks, nbytes, max(seconds - from_memory_s, _LEAST_SHARE * seconds))
+        self._way(node, NVME_TIER).add(blocks, nbytes, start_s, end_s, from_memory_s)
 
     def cost(self, node: str, way: PathKind | int) -> LoadCost:
         """What is known of a way: a path to here, or a tier into the node's memory."""
-        meter = self._meters.get((node, way))
-        return meter.cost if meter is not None else _guess(way)
+        known = self._ways.get((node, way))
+        if known is None:
+            return _guess(way)
+        known.settle()
+        return known.meter.cost
 
     def load_s(self, node: str, path: PathKind, sizes: Floats, tiers: npt.NDArray[np.uint8]) -> Floats:
         """Seconds to load each of n blocks, f64[n], as one of many; sizes in bytes. Tiers not known count as host."""
@@ -126,13 +164,13 @@ class LoadCosts:
         load_s = self.load_s(holder.name, holder.path.kind, sizes.astype(np.float64), tiers)
         return Match(len(tiers), tiers.copy(), load_s, is_certain, sizes, holder.name)
 
-    def _meter(self, node: str, way: PathKind | int) -> LoadMeter:
-        meter = self._meters.get((node, way))
-        if meter is None:
-            if len(self._meters) >= _METERS_MAX:  # nodes come and go
-                del self._meters[next(iter(self._meters))]
-            meter = self._meters[node, way] = LoadMeter(_guess(way))
-        return meter
+    def _way(self, node: str, way: PathKind | int) -> _Way:
+        known = self._ways.get((node, way))
+        if known is None:
+            if len(self._ways) >= _WAYS_MAX:  # nodes come and go
+                del self._ways[next(iter(self._ways))]
+            known = self._ways[node, way] = _Way(_guess(way))
+        return known
 
 
 def _guess(way: PathKind | int) -> LoadCost:

@@ -99,20 +99,20 @@ async def _read_at(router: Router, link: NodeLink, keys: bytes, pieces: Pieces, 
     try:
         if not link.is_alive:
             raise errors.Unavailable("the node is gone", node=link.name)
-        start_ns = time.perf_counter_ns() if router.loads.is_due(n) else 0
+        start_s = time.perf_counter() if router.loads.is_due(n) else 0.0
         status, lengths = await link.path.read(keys, pieces, deadline_ns)
         bad = status.any()  # HIT is 0
-        if start_ns and not bad:
-            seconds = 1e-9 * (time.perf_counter_ns() - start_ns)
-            router.loads.arrived(link.name, link.path.kind, n, int(lengths.sum()), seconds)
+        if start_s and not bad:
+            nbytes = int(lengths.sum())
+            router.loads.arrived(link.name, link.path.kind, n, nbytes, start_s, time.perf_counter())
         unmapped = np.flatnonzero(status == _UNMAPPED) if bad else ()
         if len(unmapped) and link.welcome.has_disk:
-            start_ns = time.perf_counter_ns()
+            start_s = time.perf_counter()
             await read_cold(link, keys, pieces, status, lengths, deadline_ns)
             came = unmapped[status[unmapped] == 0]  # HIT
             if len(came):
-                seconds = 1e-9 * (time.perf_counter_ns() - start_ns)
-                router.loads.came_cold(link.name, link.path.kind, len(came), int(lengths[came].sum()), seconds)
+                nbytes = int(lengths[came].sum())
+                router.loads.came_cold(link.name, link.path.kind, len(came), nbytes, start_s, time.perf_counter())
             unmapped = np.flatnonzero(status == _UNMAPPED)
         if len(unmapped):
             await router.learn_regions(link, deadline_ns)

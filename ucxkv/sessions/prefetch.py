@@ -36,8 +36,8 @@ _WINDOWS_AT_ONCE: Final = 4
 PrefetchOrder: TypeAlias = Literal["block", "layer"]
 """block: in token order, all layers of each; layer: one layer group after the other, all blocks each."""
 
-Brought: TypeAlias = Callable[[str, int, int, float], None]
-"""(node, blocks, bytes, seconds): told of each whole window, for the cost of loads."""
+Brought: TypeAlias = Callable[[str, int, int, float, float], None]
+"""(node, blocks, bytes, start and end in seconds): told of each whole window, for the cost of loads."""
 
 
 class Warmer(Protocol):
@@ -121,7 +121,6 @@ class _Run:
         self._flight_bytes = flight_bytes
         self._on_brought = on_brought
         self._in_flight = 0
-        self._last_end_s = 0.0
         self._is_stopped = False
         self._freed = asyncio.Event()
         self.sizes = [
@@ -151,7 +150,7 @@ class _Run:
             raise many.exceptions[0] from None
 
     async def _bring(self, window: _Window) -> None:
-        start_s = time.monotonic()
+        start_s = time.perf_counter()
         try:
             chain = self._chains[window.group]
             root, deadline_s = chain[0].tobytes(), self._until.left_s()
@@ -167,11 +166,9 @@ class _Run:
         self.is_brought[window.group][window.blocks] = True
         self.brought += len(window.blocks)
         self.nbytes += window.nbytes
-        end_s = time.monotonic()
         if self._on_brought is not None:
             node = self._matches[window.group].node
-            self._on_brought(node, len(window.blocks), window.nbytes, end_s - max(start_s, self._last_end_s))
-        self._last_end_s = end_s
+            self._on_brought(node, len(window.blocks), window.nbytes, start_s, time.perf_counter())
 
 
 def _windows(
