@@ -33,7 +33,13 @@ class LogClient(Protocol):
         """See Client.get_many."""
 
     async def put(
-        self, key: bytes, block: object, parent: bytes | None = None, *, deadline_s: float | None = None
+        self,
+        key: bytes,
+        block: object,
+        parent: bytes | None = None,
+        *,
+        exact: bool = False,
+        deadline_s: float | None = None,
     ) -> PutStatus:
         """See Client.put."""
 
@@ -118,4 +124,5 @@ class StoredLog:
         i = self._log.count
         parent = self._keys[i - 1].tobytes() if i else ROOT_KEY
         value = self._log.encode(turn)
-        return await self._kv.put(self._keys[i].tobytes(), value, parent if i else None, deadline_s=until.left_s())
+        key, above = self._keys[i].tobytes(), parent if i else None
+        return await self._kv.put(key, value, above, exact=True, deadline_s=until.left_s())
