@@ -108,6 +108,8 @@ class Owner:
     hot_share: float = 0.6
     history: dict[bytes, list[Record]] = field(default_factory=dict)
     index: dict[bytes, tuple[Place, Record]] = field(default_factory=dict)
+    told_hot: set[Place] = field(default_factory=set)
+    hot_and_dropped: int = 0
     moves: int = 0
     gone: int = 0
     count: int = 0
@@ -118,7 +120,10 @@ class Owner:
 
     def _is_hot(self, key: bytes, place: Place) -> bool:
         held = self.index.get(key)
-        return held is not None and held[0] == place and self.rng.random() < self.hot_share
+        is_hot = held is not None and held[0] == place and self.rng.random() < self.hot_share
+        if is_hot:
+            self.told_hot.add(place)
+        return is_hot
 
     def _moved(self, key: bytes, old: Place, new: Place) -> None:
         held = self.index.get(key)
@@ -131,6 +136,7 @@ class Owner:
         for key, (place, _) in list(self.index.items()):
             if (place.file, place.generation) == (file, generation):
                 del self.index[key]
+                self.hot_and_dropped += place in self.told_hot
 
     async def open(self, engine: FaultyEngine, *, run: int, **more: Any) -> Datafiles:
         options: dict[str, Any] = {
@@ -211,6 +217,7 @@ async def live(owner: Owner, *, seed: int, steps: int, workers: int = 3, keys: i
     await store.aclose()
     await engine.aclose()
     assert not engine.changed_memory, "memory was given back while the engine had it"
+    assert not owner.hot_and_dropped, "a block that was worth keeping was not kept"
     assert not owner.disk.names_by_fd and not owner.disk.is_locked
 
 

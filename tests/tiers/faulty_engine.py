@@ -15,8 +15,9 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -68,6 +69,8 @@ class FaultyDisk:
 
     content: dict[str, bytearray] = field(default_factory=dict)
     has_direct: bool = True
+    late: list[tuple[str, Op, tuple[int, ...] | None]] = field(default_factory=list)
+    """Writes of a killed owner that are still under way: they land at `settle`, or when a test says so."""
 
     def __post_init__(self) -> None:
         self.base = {name: bytes(data) for name, data in self.content.items()}
@@ -102,6 +105,17 @@ class FaultyDisk:
         self.names_by_fd[fd] = name
         return fd, direct and self.has_direct
 
+    async def settle(self, fd: int) -> None:
+        await asyncio.sleep(0)
+        self.land(self.names_by_fd[fd])
+
+    def land(self, *names: str) -> None:
+        """Late writes to files, all by default, reach the disk."""
+        for name, op, sectors in self.late:
+            if not names or name in names:
+                _put(self.content[name], op, sectors)
+        self.late = [each for each in self.late if names and each[0] not in names]
+
     def size(self, fd: int) -> int:
         return len(self.content[self.names_by_fd[fd]])
 
@@ -121,6 +135,37 @@ class FaultyDisk:
     def crash(self, at: int, rng: random.Random, *, is_power: bool, kept: float | None = None) -> FaultyDisk:
         """The folder after the first `at` events. kept: share of the open sectors that made it, random by default."""
         kept = rng.choice([0.0, 0.1, 0.5, 0.9, 1.0]) if kept is None else kept
+        content, unsure = self._split(at, rng, is_power=is_power)
+        for op, sectors in unsure:
+            if op.name in content:
+                every = range(-(-op.length // SECTOR)) if sectors is None else sectors
+                _put(content[op.name], op, tuple(each for each in every if rng.random() < kept))
+        return FaultyDisk(content, self.has_direct)
+
+    def killed(self, at: int, rng: random.Random) -> FaultyDisk:
+        """The folder after the first `at` events and a kill -9, with what the disk had been given still under way."""
+        content, unsure = self._split(at, rng, is_power=False)
+        late = [(op.name, op, sectors) for op, sectors in unsure if op.name in content]
+        return FaultyDisk(content, self.has_direct, late)
+
+    def crashes(self, at: int, rng: random.Random, *, is_power: bool, most: int) -> Iterator[FaultyDisk]:
+        """The folder after the first `at` events, once for each way in which the open writes are there whole or not at
+        all; with more than `most` of them only `most` random ones may be."""
+        content, unsure = self._split(at, rng, is_power=is_power)
+        some = sorted(rng.sample(range(len(unsure)), min(most, len(unsure))))
+        for size in range(len(some) + 1):
+            for chosen in itertools.combinations(some, size):
+                made = {name: bytearray(data) for name, data in content.items()}
+                for number in chosen:
+                    op, sectors = unsure[number]
+                    if op.name in made:
+                        _put(made[op.name], op, sectors)
+                yield FaultyDisk(made, self.has_direct)
+
+    def _split(
+        self, at: int, rng: random.Random, *, is_power: bool
+    ) -> tuple[dict[str, bytearray], list[tuple[Op, tuple[int, ...] | None]]]:
+        """(what is there for sure after the first `at` events, writes that may be, in an order that may be)."""
         content = {name: bytearray(data) for name, data in self.base.items()}
         safe = self._safe(at) if is_power else {}
         flying: dict[int, Op] = {}
@@ -140,11 +185,7 @@ class FaultyDisk:
                     loose.append((event.op, event.sectors))
         rest = list(flying.values())
         rng.shuffle(rest)
-        for op, sectors in [*loose, *((op, None) for op in rest)]:
-            if op.name in content:
-                every = range(-(-op.length // SECTOR)) if sectors is None else sectors
-                _put(content[op.name], op, tuple(each for each in every if rng.random() < kept))
-        return FaultyDisk(content, self.has_direct)
+        return content, [*loose, *((op, None) for op in rest)]
 
     def _safe(self, at: int) -> dict[str, int]:
         """By file: events before this one are on the disk."""

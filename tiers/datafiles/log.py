@@ -192,6 +192,13 @@ class Log:
                 return found, True
         return found, False
 
+    def room_for_kept(self) -> int:
+        """Bytes that urgent entries may take, index and headers included, while no file is free."""
+        file = self.open_file
+        if file is None:
+            return 0
+        return max(0, min(self.reserve_bytes, file.room() - index_bytes(file.count)))
+
     def _roll(self) -> bool:
         """Go on in a free file; False when the engine takes no more just now, or never."""
         old, file = self.open_file, self.free.popleft()

@@ -6,7 +6,8 @@ Invariants
 - A file's next life begins after its hot blocks are acknowledged in another file, after its last reader has gone, and
   after a head that says so is written (and synced, for `power`): a crash never brings back what the owner was told is
   gone.
-- What is written again, headers and all, is at most `share` of a file; so much of the open file is kept for it.
+- What is written again, headers and all, is at most `share` of a file; so much of the open file is kept for it. A life
+  that ended amid a reclaim has used some of that: only as much as there is room for is asked about.
 - A reader that stays makes writers wait, at most `space_wait_s`; then they get NoSpace until it has gone."""
 
 from __future__ import annotations
@@ -282,7 +283,7 @@ class Reclaimer:
 
     async def _choose(self, file: DataFile, descriptors: NDArray[np.void]) -> list[_Chosen]:
         """Hot blocks, newest first, as many as the share allows; nothing is asked about a block that has no room."""
-        room = self._log.reserve_bytes
+        room = self._log.room_for_kept()
         seen: set[bytes] = set()
         chosen: list[_Chosen] = []
         nbytes = 0

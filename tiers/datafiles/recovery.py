@@ -172,6 +172,7 @@ async def _open(
     kind, text = ProblemKind.DAMAGED, "its head is damaged; left alone"
     head = None
     try:
+        await folder.settle(fd)
         file.file_bytes = folder.size(fd)
         if file.file_bytes >= BLOCK_BYTES:
             piece = await read_piece(engine, memory, file, 0, BLOCK_BYTES)
