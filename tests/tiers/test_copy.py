@@ -85,8 +85,9 @@ def test_gather_equals_join_then_sum(engine: CopyEngine, lengths: list[list[int]
     """Goal: splits never change bytes or sums. Method: drawn pieces, empty ones too, against the joined bytes."""
     source = _bytes(sum(map(sum, lengths)), seed)
     first, iov, dst, sums, out, starts, totals = _plan(lengths, source, copy=copy)
+    flag = CancelFlag()  # lives as long as the call
     done = engine.gather_at(
-        len(lengths), first.ctypes.data, iov.ctypes.data, dst.ctypes.data, sums.ctypes.data, CancelFlag().address
+        len(lengths), first.ctypes.data, iov.ctypes.data, dst.ctypes.data, sums.ctypes.data, flag.address
     )
     assert done == len(lengths)
     at, mask = 0, np.ones(out.nbytes, bool)

@@ -142,7 +142,7 @@ async def test_memory_under_a_transfer_cannot_be_unregistered(engine: NativeEngi
     with pytest.raises(ValueError, match="no memory is registered"):
         engine.unregister(data.address)
     assert await move(engine, WRITE, file, data.address, 0, 1 << 20) == 1 << 20
-    assert engine.register(data.address, PAGE) == registered
+    assert engine.register(data.address, 1 << 20) == registered
     for address, nbytes in ((0, PAGE), (data.address, 0), (-1, PAGE), (1 << 63, 1 << 63)):
         with pytest.raises(ValueError, match="cannot be memory"):
             engine.register(address, nbytes)

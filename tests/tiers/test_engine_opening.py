@@ -126,6 +126,43 @@ def test_the_engines_contract_holds_where_io_uring_is_refused() -> None:
     assert passed >= 30
 
 
+SEVERAL = """
+import asyncio, json, os, resource
+from ucxkv.tiers.base import TierError
+from ucxkv.tiers.engines import open_engine
+
+async def main():
+    engines, said = [], []
+    for _ in range(6):
+        engines.append(open_engine("auto", on_probe=said.append))
+    names = [engine.name for engine in engines]
+    for engine in engines:
+        await engine.aclose()
+    print(json.dumps([names, [each.name for each in said], [each.why for each in said if each.name == "threads"]]))
+
+async def nothing():
+    await open_engine("threads").aclose()
+
+asyncio.run(nothing())  # everything is imported before the rights go
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setresgid(65534, 65534, 65534)
+    os.setresuid(65534, 65534, 65534)
+asyncio.run(main())
+"""
+
+
+def test_drives_beyond_the_limit_of_locked_memory_get_threads() -> None:
+    """Goal: every drive gets an engine and the reason is said. Method: six engines at a time under 64 KiB, without
+    root; on kernels that do not count rings all six are io_uring."""
+    done = subprocess.run([sys.executable, "-c", SEVERAL], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    names, said, whys = json.loads(done.stdout)
+    assert len(names) == 6 and said == names
+    assert all("ulimit -l" in why or uring_refused() for why in whys)
+
+
 LITTLE_LOCKED = """
 import asyncio, json, os, resource
 import numpy as np

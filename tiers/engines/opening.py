@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from ..base import SetupFailed
-from ..io import IoEngine
-from .probe import Probe, probe_engine
+from ..io import IoEngine, IoFailed
+from .probe import Probe, probe_engine, refused
 from .threads import ThreadsEngine
-from .uring import UringEngine
+from .uring import open_ring
 
 __all__ = ["MAX_INFLIGHT_BYTES", "MAX_OPS", "open_engine"]
 
@@ -40,10 +40,16 @@ def open_engine(
     if max_inflight_bytes < 1 or not 1 <= max_ops <= 1 << 20:
         raise ValueError(f"max_inflight_bytes {max_inflight_bytes} or max_ops {max_ops} (1 to {1 << 20}) cannot be")
     found = Probe("threads", "threads were asked for") if which == "threads" else probe_engine(directory)
+    ring = None
+    if found.name == "io_uring":
+        try:
+            ring = open_ring(max_inflight_bytes=max_inflight_bytes, max_ops=max_ops)
+        except IoFailed as exc:  # there was room for the probe's ring, and others took it
+            found = refused(exc)
     if on_probe is not None:
         on_probe(found)
-    if found.name == "io_uring":
-        return UringEngine(max_inflight_bytes=max_inflight_bytes, max_ops=max_ops)
+    if ring is not None:
+        return ring
     if which == "io_uring":
         raise SetupFailed(
             "io engine io_uring",

@@ -21,14 +21,14 @@ import numpy as np
 from .._engine import ffi, lib
 from ..base import TierError
 from ..io import OP_DTYPE, IoFailed, OpKind
-from .uring import UringEngine
+from .uring import open_ring
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .native import NativeEngine
 
-__all__ = ["Probe", "probe_engine"]
+__all__ = ["Probe", "probe_engine", "refused"]
 
 PAGE = 4096
 PROBE_S = 5.0
@@ -61,9 +61,9 @@ def probe_engine(directory: Path | None = None) -> Probe:
     Takes about a millisecond. A directory that cannot be written leaves the file in memory to try with.
     """
     try:
-        engine = UringEngine(max_inflight_bytes=1 << 20, max_ops=16)
+        engine = open_ring(max_inflight_bytes=1 << 20, max_ops=16)
     except IoFailed as exc:
-        return Probe("threads", f"{_CAUSES.get(exc.errno, 'io_uring cannot be set up')} ({exc})")
+        return refused(exc)
     descriptor = _scratch(directory)
     memory = mmap.mmap(-1, 2 * PAGE)
     try:
@@ -77,6 +77,11 @@ def probe_engine(directory: Path | None = None) -> Probe:
     else:
         engine.abort()
     return Probe("threads", why) if why else Probe("io_uring", "", registers)
+
+
+def refused(exc: IoFailed) -> Probe:
+    """What a ring that cannot be opened means."""
+    return Probe("threads", f"{_CAUSES.get(exc.errno, 'io_uring cannot be set up')} ({exc})")
 
 
 _STUCK: list[tuple[NativeEngine, object]] = []

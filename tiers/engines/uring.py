@@ -8,15 +8,21 @@ Source: Linux man-pages io_uring(7); `tiers/uring.c`.
 
 from __future__ import annotations
 
+import errno
+import time
+
 from .._engine import ffi, lib
 from ..io import IoFailed
 from .native import NativeEngine
 
-__all__ = ["UringEngine"]
+__all__ = ["UringEngine", "open_ring"]
 
 ENTRIES = 256
 """Operations that the kernel may have at a time: of 64 KiB each, twice the bytes that it may have by default. A ring of
-this size fits in 64 KiB of locked memory, which kernels before 5.12 count."""
+this size fits in 64 KiB of locked memory, which kernels before 5.12 and after 6.13 count; two hardly do."""
+
+_GIVEN_BACK_S = 0.25
+"""How long the kernel may take to give back what a ring that was closed, perhaps by a killed process, had locked."""
 
 
 class UringEngine(NativeEngine):
@@ -31,3 +37,15 @@ class UringEngine(NativeEngine):
         if io == ffi.NULL:
             raise IoFailed("io_uring cannot be used", errno=error[0])
         super().__init__(io, max_inflight_bytes=max_inflight_bytes, max_ops=max_ops)
+
+
+def open_ring(*, max_inflight_bytes: int, max_ops: int) -> UringEngine:
+    """The engine, when there is locked memory for it, which is waited for a little. Raises as UringEngine."""
+    until = time.monotonic() + _GIVEN_BACK_S
+    while True:
+        try:
+            return UringEngine(max_inflight_bytes=max_inflight_bytes, max_ops=max_ops)
+        except IoFailed as exc:
+            if exc.errno != errno.ENOMEM or time.monotonic() >= until:
+                raise
+        time.sleep(0.005)
