@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from tests.tiers.faulty_engine import FaultyDisk, FaultyEngine
-from ucxkv.tiers.base import BlockDamaged, BlockGone
+from ucxkv.tiers.base import BlockGone
 from ucxkv.tiers.datafile_format import NO_PARENT, decode_file
 from ucxkv.tiers.datafiles import Block, Datafiles, Hooks, Place, Problem, ProblemKind, RecoveredBlocks
 
@@ -246,15 +246,15 @@ async def check(owner: Owner, disk: FaultyDisk, at: int, freed: Freed) -> int:
         disk, engine, file_bytes=FILE_BYTES, files_max=5, batch_bytes=32 << 10, durability=owner.durability
     )
     assert not [each for each in problems if each.kind is not ProblemKind.DAMAGED], problems
-    found: dict[bytes, tuple[bytes, int] | None] = {}
+    found: dict[bytes, tuple[bytes, int]] = {}
     listed = list(blocks)
     read = await asyncio.gather(*(read_bytes(store, each.place) for each in listed), return_exceptions=True)
     for each, data in zip(listed, read, strict=True):
         assert each.key not in found, "a key came twice"
         assert each.parent == parent_of(each.key, each.version), f"{each.key.hex()} at {at}: another parent"
         assert each.original == original_of(each.version), f"{each.key.hex()} at {at}: another length before encoding"
-        assert isinstance(data, bytes | BlockDamaged), data
-        found[each.key] = (data, each.version) if isinstance(data, bytes) else None
+        assert isinstance(data, bytes), f"{each} at {at}: {data}"
+        found[each.key] = (data, each.version)
     there = 0
     for key, records in owner.history.items():
         acked = [record for record in records if record.acked <= at]

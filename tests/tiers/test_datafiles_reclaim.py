@@ -188,10 +188,10 @@ async def test_what_waits_is_bounded() -> None:
         await turns()
         more = [asyncio.ensure_future(store.write([block(n)])) for n in range(6, 16)]
         await turns()
-        assert [each.done() for each in more] == [False] * 3 + [True] * 7
-        assert all(isinstance(each.exception(), TierBusy) for each in more[3:])
+        assert [each.done() for each in more] == [False] * 4 + [True] * 6
+        assert all(isinstance(each.exception(), TierBusy) for each in more[4:])
         engine.release()
-        await asyncio.gather(*writers, *more[:3])
+        await asyncio.gather(*writers, *more[:4])
         assert store.stats.queued_bytes == 0
 
 

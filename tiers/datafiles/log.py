@@ -5,7 +5,7 @@ Invariants
   in the order of the log: never while a batch before theirs, or the head of their file, has not landed. So a hole that
   a crash leaves hides nothing that was acknowledged.
 - With durability `power` what is acknowledged was synced after it had landed.
-- A file's index is written after all its batches landed.
+- A file's index is written after all its batches landed (`power`: are synced).
 - After the first write or sync that failed nothing is given to the engine any more; batches ahead of it are still
   acknowledged. A sync is never tried again.
 - A request ends only when none of its memory is with the engine.
@@ -179,7 +179,7 @@ class Log:
             return [], True
         reserve = self.reserve_bytes if not self.free and queue is not self._urgent else 0
         found: list[Entry] = []
-        nbytes, room = BLOCK_BYTES, file.room(reserve=reserve)
+        nbytes, room = 0, file.room(reserve=reserve) - BLOCK_BYTES
         ample = room - index_bytes(file.count + DESCRIPTORS_MAX)
         for entry in queue:
             nbytes += entry.nbytes
@@ -206,8 +206,6 @@ class Log:
             old.state = FileState.CLOSING
         generation = self.generation
         self.generation += 1
-        file.generation = generation
-        file.state = FileState.OPEN
         head, total = encode_file(
             store=self._store,
             file=file.number,
@@ -369,10 +367,9 @@ class Log:
         if body:
             ops.append((piece.address + len(head), file.offset, len(body), file.engine_file, OpKind.WRITE))
         try:
+            await self._sync_if_synced(file)  # an index that is there says of all that it names that it is there
             await transfer(self._engine, f"writing the index of {file.name}", ops)
-            if self._is_synced:
-                await self._engine.sync(file.engine_file)
-                self.stats.syncs += 1
+            await self._sync_if_synced(file)
         except TierError as exc:
             self.fail(exc)
             return
@@ -384,6 +381,11 @@ class Log:
         file.state, file.descriptors = FileState.SEALED, []
         self.on_sealed()
 
+    async def _sync_if_synced(self, file: DataFile) -> None:
+        if self._is_synced:
+            await self._engine.sync(file.engine_file)
+            self.stats.syncs += 1
+
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` as a task that `settle` waits for."""
         task = asyncio.ensure_future(work)
@@ -393,7 +395,6 @@ class Log:
     async def settle(self) -> None:
         """Return when nothing is with the engine and no task runs. Requests that wait are not waited for."""
         while self._flying or self._tasks:
-            futures = [batch.future for batch in self._flying if batch.future is not None]
-            waited: list[asyncio.Future[Any]] = [*self._tasks, *futures]
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            flying: list[asyncio.Future[Any]] = [batch.future for batch in self._flying if batch.future is not None]
+            await asyncio.wait([*self._tasks, *flying], return_when=asyncio.FIRST_COMPLETED)
             await asyncio.sleep(0)  # their callbacks

@@ -24,7 +24,7 @@ __all__ = ["AlignedMemory", "AlignedPiece", "flat_bytes"]
 
 _ARENA_BYTES = 8 << 20
 """As much as may be under way by default. It is pinned where the kernel allows, so it is taken at once."""
-_PIECE_BYTES_MAX = 2 << 20
+_PIECE_BYTES_MAX = (1 << 20) + DIRECT_ALIGNMENT
 """Of the arena: a full batch that was copied together."""
 _KEPT_BYTES = 16 << 20
 
@@ -52,7 +52,9 @@ class AlignedMemory:
 
     def take(self, nbytes: int) -> AlignedPiece:
         """A piece of at least nbytes; its contents are anything."""
-        size = max(DIRECT_ALIGNMENT, 1 << (nbytes - 1).bit_length())
+        size = DIRECT_ALIGNMENT  # a header, and behind it a power of two of bytes: of payload, most of the time
+        if nbytes > size:
+            size += max(size, 1 << (nbytes - size - 1).bit_length())
         kept = self._kept.get(size)
         if kept:
             piece = kept.pop()

@@ -93,8 +93,9 @@ class Datafiles:
 
         file_bytes: of new files, a multiple of 4 KiB. files_max: at least 3; more than the disk has room for is no
         error while 3 fit. readmit_share: of a file that may be spent on hot blocks of the one that is reclaimed.
-        queue_bytes_max: of blocks that wait. run: a number that no earlier opening had, random by default. register:
-        what `register` is called with. Raises SetupFailed (locked, no access, no room, another release's), ValueError.
+        batch_bytes: of payload in one batch. queue_bytes_max: of blocks that wait. run: a number that no earlier
+        opening had, random by default. register: what `register` is called with.
+        Raises SetupFailed (locked, no access, no room, another release's), ValueError.
         """
         _check_sizes(file_bytes, files_max, readmit_share, batch_bytes)
         is_synced = Durability(durability) is Durability.POWER
