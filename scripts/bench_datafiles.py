@@ -37,6 +37,8 @@ from ucxkv.tiers.datafiles import Datafiles
 from ucxkv.tiers.engines import open_engine
 
 BYTES_A_CALL_MAX = 64 << 20
+FILE_BYTES = 256 << 20
+"""The default of Datafiles."""
 
 
 @dataclass
@@ -174,7 +176,7 @@ async def amplification(store: FilledStore, store_bytes: int) -> Row:
 async def recover(folder: Path, engine_name: str, size: int, count: int, rounds: int) -> Row:
     """Open a store of `count` blocks again and again."""
     buffers = anonymous_blocks(min(63, BYTES_A_CALL_MAX // size), size)
-    file_bytes = 256 << 20
+    file_bytes = FILE_BYTES
     room = (count * size // file_bytes + 3) * file_bytes * 21 // 20
     store = await FilledStore.open(folder, engine_name, buffers, store_bytes=room, file_bytes=file_bytes)
     while store.next_number < count:
@@ -237,7 +239,7 @@ class Plan:
         folder = self.folder / f"store-{size}"
         batch = max(1, min(self.batch, BYTES_A_CALL_MAX // size))
         buffers = anonymous_blocks(max(batch, *self.depths), size)
-        file_bytes = max(64 << 20, 16 * size)
+        file_bytes = max(16 * size, min(FILE_BYTES, self.store_bytes // 4 // size * size))
         store = await FilledStore.open(
             folder, self.engine, buffers, store_bytes=self.store_bytes, file_bytes=file_bytes
         )
@@ -254,6 +256,7 @@ class Plan:
         is_direct = all(file.is_direct for file in cell.store.datafiles.files.values())
         await cell.round(self.seconds / 4)
         cell.measured.clear()
+        await cell.store.rest()
         for _ in range(self.rounds):
             await cell.round(self.seconds)
             await cell.limit(self.seconds, file=self.folder / "fio", nbytes=self.store_bytes, is_direct=is_direct)

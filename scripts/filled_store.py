@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,9 +105,17 @@ class FilledStore:
         return taken
 
     async def fill(self, nbytes: int) -> None:
-        """Write so many bytes."""
+        """Write so many bytes, and wait until no file is being made free: what is there then stays."""
         for _ in range(-(-nbytes // self.buffers.nbytes)):
             await self.write(len(self.buffers))
+        await self.rest()
+
+    async def rest(self) -> None:
+        """Return when the store has done nothing of its own accord for a while."""
+        before, now = -1, self.datafiles.stats.written_bytes
+        while before != now:
+            await asyncio.sleep(0.3)
+            before, now = now, self.datafiles.stats.written_bytes
 
     def check(self, numbers: list[int], buffers: NDArray[np.uint8]) -> None:
         """Exits unless each buffer holds the block of its number."""
