@@ -212,20 +212,28 @@ async def test_what_stood_behind_a_cut_does_not_come_back() -> None:
                 assert place.offset == first[0].offset + 4096
 
 
-async def test_a_place_that_cannot_be_read_behind_the_log_costs_nothing() -> None:
-    """Goal: the walk of the open file asks for no more than it needs when more cannot be had. Method: the disk fails
-    reads of the last block of 4 KiB ahead of the index; then of one that a batch is in."""
+async def test_what_cannot_be_read_costs_no_more_than_itself() -> None:
+    """Goal: one bad place in the open file takes nothing else along. Method: the disk fails reads of a place behind the
+    log, of one in a payload, of one in the last payload, of one in a header; the next opening's blocks and problems."""
     disk = FaultyDisk()
     engine = FaultyEngine(disk)
     async with opened(disk, engine) as (store, _, _):
-        places = await fill(store, range(3))
-    for bad, count in ((FILE_BYTES - 8192, 3), (places[1].offset, 0)):
+        await store.write([block(0)])
+        places = await store.write([block(number) for number in range(1, 4)])  # one batch
+        (last,) = await store.write([block(4)])
+    damaged, unreadable = [ProblemKind.DAMAGED], [ProblemKind.UNREADABLE]
+    for bad, numbers, kinds in (
+        (FILE_BYTES - 8192, [0, 1, 2, 3, 4], []),
+        (places[1].offset + 5000, [0, 1, 3, 4], damaged),
+        (last.offset, [0, 1, 2, 3], damaged),
+        (last.offset - 4096, [], unreadable),
+    ):
         engine.fault = lambda op, bad=bad: (  # type: ignore[misc]
             errno.EIO if op.kind == OpKind.READ and op.offset <= bad < op.offset + op.length else None
         )
         async with opened(disk, engine) as (_, found, problems):
-            assert len(found) == count
-            assert [each.kind for each in problems] == [ProblemKind.UNREADABLE] * (count == 0)
+            assert [each.version for each in found] == numbers
+            assert [each.kind for each in problems] == kinds
 
 
 async def test_a_walk_goes_through_files_longer_than_it_reads_at_a_time() -> None:

@@ -1,7 +1,7 @@
 """A file without an index, followed batch by batch from its head to the first that does not prove itself.
 
-Every payload is compared with its sum. A block that has not its sum is left out: in the last batch because that did
-not land, in an earlier one because it is damaged."""
+Every payload is compared with its sum. A block that has not its sum, or cannot be read, is left out: in the last batch
+because that did not land, in an earlier one because it is damaged. A header that cannot be read ends the file's use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..copy import address_of
-from ..datafile_format import BLOCK_BYTES, TOMBSTONE, Head, decode_batch
+from ..datafile_format import BLOCK_BYTES, TOMBSTONE, Head, decode_batch, padded
 from ..io import IoEngine, IoFailed
 from .files import DataFile, read_piece
 from .memory import AlignedMemory, AlignedPiece
@@ -77,12 +77,40 @@ async def walk(engine: IoEngine, memory: AlignedMemory, file: DataFile, head: He
                 break
             damaged += in_last
             batch, rows = decoded
-            is_good = await _are_good(rows, await window.at(file.offset, batch.length), file.offset)
+            is_readable = True
+            try:
+                is_good = await _are_good(rows, await window.at(file.offset, batch.length), file.offset)
+            except IoFailed:  # its header was read: what cannot be is a block or some
+                window.close()
+                is_readable = False
+                is_good = await _are_good_one_by_one(engine, memory, file, rows)
             in_last = (rows["offset"][~is_good].astype(np.int64) * BLOCK_BYTES).tolist()
+            if not is_readable:  # that is damage wherever it is
+                damaged, in_last = damaged + in_last, []
             file.add(rows[is_good], batch.length, batch.sum, batch.sequence)
     finally:
         window.close()
     return damaged
+
+
+async def _are_good_one_by_one(
+    engine: IoEngine, memory: AlignedMemory, file: DataFile, rows: NDArray[np.void]
+) -> NDArray[np.bool_]:
+    """The same, each block read by itself; one that cannot be read is not good."""
+    is_good = np.ones(len(rows), np.bool_)
+    for at in np.flatnonzero((rows["flags"] & TOMBSTONE) == 0).tolist():
+        row = rows[at : at + 1]
+        begin = int(row["offset"][0]) * BLOCK_BYTES
+        try:
+            piece = await read_piece(engine, memory, file, begin, padded(int(row["length"][0])))
+        except IoFailed:
+            is_good[at] = False
+            continue
+        try:
+            is_good[at] = (await _are_good(row, piece.view, begin))[0]
+        finally:
+            memory.give(piece)
+    return is_good
 
 
 async def _are_good(rows: NDArray[np.void], data: NDArray[np.uint8], start: int) -> NDArray[np.bool_]:
