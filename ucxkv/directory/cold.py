@@ -12,6 +12,8 @@ Invariants
 - A block's sum is that of the bytes that a reader gets in memory. A tier that stores with loss brings back other bytes
   than were put, and says so in `Warm`: place and sum change at once. Its length never changes.
 - Blocks without a copy are named to the tier in the order in which they came, so what it writes is parents first.
+- A block in memory whose copy's file was used again is named again, but not more of them than have come anew since, nor
+  than are in memory. So a disk that is smaller than memory is not written for ever, and writes at most double.
 
 Without a tier nothing here costs anything but a comparison.
 """
@@ -52,6 +54,8 @@ class ColdBlocks:
         self.below, self.copy = (as_memory(array).cast("I") for array in self.arrays.values())
         self.fresh: deque[tuple[int, int]] = deque()
         """(slot, generation) of blocks to be copied, some of them gone by now."""
+        self._again_max = 0
+        """So many blocks whose copies are gone may be named again."""
         self.blocks = self.bytes = 0
         self.demoted = self.promoted = 0
 
@@ -61,6 +65,7 @@ class ColdBlocks:
         """Blocks of class cache in one part have become visible in memory."""
         generation = self._directory.words.generation
         self.fresh.extend((slot, generation(slot)) for slot in slots)
+        self._again_max = min(self._again_max + len(slots), self._directory.blocks + len(slots) - self.blocks)
         if len(self.fresh) > 2 * len(self.copy):
             self.fresh = deque(each for each in self.fresh if self._is_fresh(*each))
 
@@ -189,7 +194,9 @@ class ColdBlocks:
                 gone.append(slot)
             elif self.copy[slot] == handle:
                 self.copy[slot] = 0
-                self.fresh.append((slot, directory.words.generation(slot)))
+                if self._again_max > 0:
+                    self._again_max -= 1
+                    self.fresh.append((slot, directory.words.generation(slot)))
                 directory.leaving.add([(DISK_REGION, handle, 0)], now_ns)
         reply = directory.drop_slots(gone, now_ns) if gone else RemovedReply(0, 0)
         if not event.is_damage:
