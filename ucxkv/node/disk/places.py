@@ -85,6 +85,12 @@ class Places:
         found: npt.NDArray[np.uint32] = self._rows["flags"][handles]
         return found
 
+    def is_of(self, handle: int, place: Place) -> bool:
+        """Whether a handle that was of this copy still is of one with the same bytes, wherever that is now."""
+        row = self._rows[handle]
+        same = all(int(row[name]) == getattr(place, name) for name in ("sum", "length", "flags"))
+        return same and row["state"] != _FREE
+
     def key(self, handle: int) -> bytes:
         """The key of the copy's block."""
         return bytes(self._rows["key"][handle])

@@ -4,6 +4,8 @@ Invariants
 - A block is brought back once at a time, however many ask for it; whoever asks while it is read waits for that.
 - Memory that a read may still write into is in this module's hands (`in_hand`) and in nobody else's.
 - A copy that is bad or gone is told to the directory: the block, and what is below it, is a miss from then on.
+- What a read brought counts only while its handle is of a copy with those bytes, and a failure only while the copy is
+  where it was read: meanwhile the block may have been deleted and put anew, or the copy written to another place.
 - Bounded: `bytes_max` of one request; what does not fit, or finds no memory now, is LATER, and is asked for again.
 """
 
@@ -133,8 +135,15 @@ class Promoter:
         except BaseException:
             self._give_back([each.offset for each in todo])
             raise
-        good = [each for each, failed in zip(todo, found, strict=True) if failed is None]
-        self._bad([(each.key, each.handle, why) for each, why in zip(todo, found, strict=True) if why is not None])
+        good: list[_Coming] = []
+        failed: list[tuple[bytes, int, TierError]] = []
+        for each, why in zip(todo, found, strict=True):
+            place = each.wanted.place
+            if why is not None and self._places.place(each.handle) == place:
+                failed.append((each.key, each.handle, why))
+            elif why is None and self._places.is_of(each.handle, place):
+                good.append(each)
+        self._bad(failed)
         taken = b""
         if good:
             event = tiering.Warm(
