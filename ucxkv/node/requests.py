@@ -296,12 +296,13 @@ class Requests:
         done: asyncio.Future[None],
     ) -> Message:
         assert self._durable is not None
+        lease = 0
         try:
             if before is not None:
                 await before
             await self._durable.until_free(request)
             if self._disk.cold_above(request):
-                await self._disk.ready_for(request)
+                lease = await self._disk.ready_for(session, request)
                 await self._durable.until_free(request)
             if session.id not in self._node.sessions:  # its end has dealt with its extents
                 raise _ended()
@@ -312,25 +313,28 @@ class Requests:
                 return self._acknowledged(self._put_now(session, request))
             staged = self._staged(session, request)
         finally:
+            self._disk.let_go(lease)
             done.set_result(None)
             if session.puts_waiting is done:
                 session.puts_waiting = None
         return await self._put_durably(session, staged, request)
 
-    async def _delete_on_disk(self, session: Session, request: m.Delete) -> Message:
-        """A delete of blocks with copies: these must not come back at a later start."""
+    async def _delete_on_disk(self, session: Session, request: m.Delete, besides: set[bytes]) -> Message:
+        """A delete of blocks that may have copies: these must not come back at a later start."""
         answer: Message
         if self._durable is None:
+            self._still_led(session, request)
             answer = self._store.delete(request.keys, time.monotonic_ns())
         else:
             answer = await self._deleted(session, request, None)
         assert isinstance(answer, m.Statuses)
-        await self._disk.forgotten(request, answer)
+        await self._disk.forgotten(request, answer, besides)
         return self._acknowledged(answer)
 
     def _delete(self, session: Session, request: m.Delete, message: ControlMessage) -> Message | None:
-        if self._disk.has_copies(request.keys):
-            self._later(message, session, self._delete_on_disk(session, request))
+        besides = self._disk.in_memory_only(request)
+        if besides is not None:
+            self._later(message, session, self._delete_on_disk(session, request, besides))
             return None
         durable = self._durable
         if durable is None:

@@ -4,9 +4,11 @@ Invariants
 - A block that is being written is leased meanwhile, so what reaches the disk is what was put, or what the codec makes
   of it.
 - The directory is told of a copy when it is as safe as the datafiles promise; until then memory is the only place.
-- What the disk could not take now (too much waits, no space) is offered again later; what it cannot ever take (longer
-  than a datafile) is not. A drive that has failed takes nothing more, and the others go on.
+- What the disk could not take now (too much waits, no space) is offered again later; what it cannot ever take (empty,
+  or longer than a datafile) is not. A drive that has failed takes nothing more, and the others go on.
 - A delete waits for a write of its key that is under way, then for a tombstone: what was deleted does not come back.
+- A tombstone never stands behind a newer copy of its key in the log: whether there is one, or one is on its way, is
+  looked up in the same turn of the loop in which the tombstone is offered.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Demoter"]
 
-_BATCH_BYTES = 4 << 20
+_BATCH_BYTES_MAX = 4 << 20
 _BATCH_BLOCKS = 256
 _WRITERS = 2
 """Batches under way at once: one is gathered and summed up while the drive has the other."""
@@ -56,18 +58,32 @@ class Demoter:
 
     def __init__(self, store: HostStore, datafiles: StripedDatafiles, places: Places, coder: Coder) -> None:
         self._store, self._datafiles, self._places, self._coder = store, datafiles, places, coder
+        smallest = min(one.block_bytes_max for one in datafiles.stores)
+        self._batch_bytes = min(_BATCH_BYTES_MAX, smallest // _WRITERS)
+        """What is under way is no longer than a file, so that no file of it is used again before its end is told."""
         self._has_work = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._burials: set[asyncio.Task[None]] = set()
         self._again: list[tuple[int, int]] = []
         self._writing: dict[bytes, asyncio.Future[None]] = {}
         """Keys whose blocks are on their way to the disk -> done when they are there, or not."""
         self._exact: set[bytes] = set()
         """Keys of blocks to be written again, now without loss; some of them are gone."""
-        self.failure: str = ""
-        """Why nothing is written any more, once it is so."""
+        self.failures: dict[int, str] = {}
+        """By drive: why nothing is written there any more, once it is so."""
         self.progress_ns = time.monotonic_ns()
         """When a write ended well, or there was nothing to write."""
         self.counts = {"disk_writes_refused": 0, "disk_too_long": 0}
+
+    @property
+    def failure(self) -> str:
+        """Why nothing is written any more, or not on all drives; empty while all is well."""
+        return "; ".join(dict.fromkeys(self.failures.values()))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no drive takes anything any more."""
+        return len(self.failures) == len(self._datafiles.stores)
 
     def start(self) -> None:
         """Begin to write what is there, and what comes."""
@@ -83,7 +99,7 @@ class Demoter:
     def is_working(self, now_ns: int, patience_ns: int) -> bool:
         """Whether blocks are being written, and the disk has not stood still for longer than this."""
         has_work = bool(self._writing or self._again or self._store.directory.cold.fresh)
-        return has_work and not self.failure and now_ns - self.progress_ns < patience_ns
+        return has_work and not self.has_ended and now_ns - self.progress_ns < patience_ns
 
     @property
     def pending(self) -> int:
@@ -97,26 +113,28 @@ class Demoter:
             await self._write_all()
         except Exception as exc:  # a fault of ours: memory goes on without the disk, and says so
             log.exception("disk.broken")
-            self._fail(exc)
+            for drive in range(len(self._datafiles.stores)):
+                self._fail(drive, exc)
 
     async def _write_all(self) -> None:
-        while not self.failure:
+        while not self.has_ended:
             await self._has_work.wait()
             again, self._again = tuple(self._again), []
-            found = self._store.handle(tiering.Fresh(_BATCH_BYTES, _BATCH_BLOCKS, again), time.monotonic_ns())
+            found = self._store.handle(tiering.Fresh(self._batch_bytes, _BATCH_BLOCKS, again), time.monotonic_ns())
             if not found.blocks:
                 self._has_work.clear()
                 continue
             is_taken = await self._write(tuple(found.blocks))
-            if not is_taken and not self.failure:
+            if not is_taken and not self.has_ended:
                 await asyncio.sleep(_PAUSE_S)
 
     async def _write(self, named: Named) -> bool:
         """Write these, and tell the directory; False: the disk did not take them, and they are to be offered again."""
-        named = self._short_enough(named)
-        if not named:
+        drives = self._by_drive(self._of_fit_length(named))
+        if not drives:
             return True
         words = self._store.directory.words
+        named = tuple(each for some in drives.values() for each in some)
         keys = [words.key(slot) for slot, _ in named]
         lease = self._store.handle(events.Lease(b"".join(keys), _LEASE_NS, _OWNER), time.monotonic_ns()).lease
         done = asyncio.get_running_loop().create_future()
@@ -125,7 +143,8 @@ class Demoter:
             if not lease:  # as many leases run as may
                 self._again += named
                 return False
-            return await self._transfer(named, keys)
+            taken = await asyncio.gather(*(self._transfer(drive, tuple(some)) for drive, some in drives.items()))
+            return all(taken)
         finally:
             self._store.handle(events.Release(lease), time.monotonic_ns())
             for key in keys:
@@ -133,10 +152,10 @@ class Demoter:
                     del self._writing[key]
             done.set_result(None)
 
-    async def _transfer(self, named: Named, keys: list[bytes]) -> bool:
+    async def _transfer(self, drive: int, named: Named) -> bool:
         slots, generations = zip(*named, strict=True)
         blocks = [self._block(slot) for slot in slots]
-        shown = [block.sum for block in blocks]
+        keys, shown = [block.key for block in blocks], [block.sum for block in blocks]
         try:
             if self._coder.is_encoding:
                 exact = [block.flags == EXACT for block in blocks]
@@ -151,7 +170,7 @@ class Demoter:
         except EngineClosed:
             return False
         except (WritesFailed, TierError, OSError) as exc:
-            self._fail(exc)
+            self._fail(drive, exc)
             return False
         handles = self._places.add(keys, found, shown)
         told = tiering.Copied(np.array(slots, np.int32), np.array(generations, np.uint64), handles)
@@ -160,14 +179,24 @@ class Demoter:
             self._places.free(handle)
         self.progress_ns = time.monotonic_ns()
         self._exact.difference_update(keys)
-        self._forget_soon([key for key, one in zip(keys, taken.tolist(), strict=True) if not one])
+        if not taken.all():  # gone or durable by now; looked at again when they no longer count as being written
+            self.forget_soon([key for key, one in zip(keys, taken.tolist(), strict=True) if not one])
         return True
 
-    def _short_enough(self, named: Named) -> Named:
+    def _of_fit_length(self, named: Named) -> Named:
         limit, words = min(store.block_bytes_max for store in self._datafiles.stores), self._store.directory.words
-        short = tuple(each for each in named if words.extent(each[0])[2] <= limit)
-        self.counts["disk_too_long"] += len(named) - len(short)
-        return short
+        fit = tuple(each for each in named if 0 < words.extent(each[0])[2] <= limit)
+        self.counts["disk_too_long"] += len(named) - len(fit)
+        return fit
+
+    def _by_drive(self, named: Named) -> dict[int, list[tuple[int, int]]]:
+        """Those whose drive takes anything, by drive; the others stay in memory only."""
+        words, home, drives = self._store.directory.words, self._datafiles.home, dict[int, list[tuple[int, int]]]()
+        for each in named:
+            drive = home(words.key(each[0]))
+            if drive not in self.failures:
+                drives.setdefault(drive, []).append(each)
+        return drives
 
     def _block(self, slot: int) -> Block:
         directory = self._store.directory
@@ -184,10 +213,12 @@ class Demoter:
             parent=ROOT_KEY if above == NONE else words.key(above),
         )
 
-    def _fail(self, why: Exception) -> None:
-        self.failure = str(why)
-        self._has_work.set()
-        log.error("disk.failed", why=self.failure, what="blocks are kept in memory only until the node starts again")
+    def _fail(self, drive: int, why: Exception) -> None:
+        if drive not in self.failures:
+            self.failures[drive] = str(why)
+            self._has_work.set()
+            what = "what belongs on this drive is kept in memory only until the node starts again"
+            log.error("disk.failed", drive=drive, why=str(why), what=what)
 
     def keep_exact(self, keys: list[bytes]) -> None:
         """Do not store these with loss: they were, or are not to be."""
@@ -203,26 +234,37 @@ class Demoter:
         return not self._writing.keys().isdisjoint(keys)
 
     async def forget(self, keys: list[bytes]) -> None:
-        """Return when none of these comes back at a later start. Raises TierError when that cannot be had."""
-        for key in keys:
-            while (writing := self._writing.get(key)) is not None:
-                await asyncio.shield(writing)
-        await self._datafiles.forget(keys)
+        """Return when none of these, deleted before, comes back at a later start. Raises TierError when that cannot be
+        had.
+        """
+        while writing := {id(one): one for key in keys if (one := self._writing.get(key)) is not None}:
+            for one in writing.values():
+                await asyncio.shield(one)
+        await self._bury(keys)
 
-    def _forget_soon(self, keys: list[bytes]) -> None:
-        """The blocks of these went while they were written."""
-        find = self._store.directory.table.find
-        dead = [key for key in keys if key not in self._writing or int(find(key)[0]) < 0]
-        if dead and not self.failure:
-            task = asyncio.create_task(self._forgotten(dead), name="disk-forget")
-            self._tasks.append(task)
-            task.add_done_callback(self._tasks.remove)
+    def forget_soon(self, keys: list[bytes]) -> None:
+        """Copies of these are named by nobody any more: see to it, beside serving, that they do not come back."""
+        task = asyncio.create_task(self._forgotten(keys), name="disk-forget")
+        self._burials.add(task)
+        task.add_done_callback(self._burials.discard)
 
     async def _forgotten(self, keys: list[bytes]) -> None:
         try:
-            await self._datafiles.forget(keys)
+            await self._bury(keys)
         except TierError as exc:
             log.debug("disk.not_forgotten", blocks=len(keys), why=str(exc))
+
+    async def _bury(self, keys: list[bytes]) -> None:
+        """A tombstone for each of these that has no newer copy on disk, nor one on its way. Raises TierError."""
+        cold = self._store.directory.cold
+        slots = self._store.directory.table.find(b"".join(keys)).tolist()
+        dead = [
+            key
+            for key, slot in zip(keys, slots, strict=True)
+            if key not in self._writing and (slot < 0 or not (cold.handle(slot) or cold.copy[slot]))
+        ]
+        if dead:
+            await self._datafiles.forget(dead)
 
     async def flush(self, limit_s: float, patience_ns: int) -> int:
         """Wait until all that is there is written, at most so long, and while the disk does not stand still; how many
@@ -236,11 +278,12 @@ class Demoter:
         return self.pending
 
     async def aclose(self) -> None:
-        """Write nothing more. Idempotent."""
-        tasks = list(self._tasks)
-        for task in tasks:
+        """Write no more blocks; the tombstones that are on their way are written. Idempotent."""
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._burials:
+            await asyncio.gather(*self._burials, return_exceptions=True)
 
 
 def _as_coded(block: Block, coded: Coded) -> Block:

@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ucxkv import errors
+from ucxkv.directory import events
 from ucxkv.ids import KEY_BYTES
 from ucxkv.node.disk.promoting import WarmStatus
 from ucxkv.protocol import messages as m
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["DiskRequests"]
 
 _KEYS_MAX = 65_536
+_OWNER = 0
+"""Of leases that requests hold while they are carried out; no session has it."""
 _ROOM_S = 1.0
 """So long a request waits for the first of its blocks to find room in memory."""
 
@@ -39,10 +42,13 @@ class DiskRequests:
         disk = self._node.disk
         return disk is not None and disk.has_cold(keys)
 
-    def has_copies(self, keys: bytes) -> bool:
-        """Whether one of these blocks is on disk, or on its way there."""
+    def in_memory_only(self, request: m.Delete) -> set[bytes] | None:
+        """Those of the blocks to be deleted of which the disk need not be told; None: of none of them."""
         disk = self._node.disk
-        return disk is not None and disk.has_copies(keys)
+        if disk is None:
+            return None
+        found = disk.in_memory_only(request.keys)
+        return None if len(found) * KEY_BYTES == len(request.keys) else found
 
     def cold_above(self, request: m.Put | m.PutPart) -> list[bytes]:
         """Blocks that a durable put makes durable with it, and whose values are on disk only."""
@@ -99,14 +105,33 @@ class DiskRequests:
                 return status
             await asyncio.sleep(max(1, self._node.config.grace_ms) / 1e3)
 
-    async def ready_for(self, request: m.Put | m.PutPart) -> None:
-        """Return when a put's ancestors are where it needs them, or nothing of them can be brought there."""
-        while cold := self.cold_above(request):
-            if WarmStatus.WARM not in await self.warmed(b"".join(cold)):
-                return
+    async def ready_for(self, session: Session, request: m.Put | m.PutPart) -> int:
+        """Return when a put's ancestors are where it needs them, or no more of them can be brought there: a lease that
+        keeps them there, for `let_go`.
+        """
+        cold = self.cold_above(request)
+        keys, left = b"".join(cold), len(cold) + 1
+        now_ns, ttl_ns = time.monotonic_ns(), self._node.config.lease_ms_max * 1_000_000
+        lease = self._store.handle(events.Lease(keys, ttl_ns, _OWNER), now_ns).lease if cold else 0
+        try:
+            while 0 < len(cold) < left and session.id in self._node.sessions:
+                left = len(cold)
+                await self.warmed(b"".join(cold))
+                cold = self.cold_above(request)
+        except BaseException:
+            self.let_go(lease)
+            raise
+        return lease
 
-    async def forgotten(self, request: m.Delete, answer: m.Statuses) -> None:
-        """After a delete: return when none of the deleted comes back at a later start. Raises Unavailable."""
+    def let_go(self, lease: int) -> None:
+        """What `ready_for` kept may leave memory."""
+        if lease:
+            self._store.handle(events.Release(lease), time.monotonic_ns())
+
+    async def forgotten(self, request: m.Delete, answer: m.Statuses, besides: set[bytes]) -> None:
+        """After a delete: return when none of the deleted, but these, comes back at a later start. Raises
+        Unavailable.
+        """
         keys = [request.keys[KEY_BYTES * at : KEY_BYTES * (at + 1)] for at, st in enumerate(answer.status) if not st]
         if self._node.disk is not None:
-            await self._node.disk.forget(keys)
+            await self._node.disk.forget([key for key in keys if key not in besides])

@@ -24,6 +24,7 @@ import structlog
 
 from ucxkv import errors
 from ucxkv.directory import tiering
+from ucxkv.ids import KEY_BYTES
 from ucxkv.node.disk.coding import AS_IS, Coder, codec_in, is_exact_next, is_usable
 from ucxkv.node.disk.demoting import Demoter
 from ucxkv.node.disk.places import Places
@@ -73,7 +74,6 @@ class DiskTier:
         self._patience_ns = config.disk_wait_ms * 1_000_000
         self._tombs: list[bytes] = []
         self._tomb_timer: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
         self.recovered = self.unreachable = 0
 
     @classmethod
@@ -245,24 +245,8 @@ class DiskTier:
 
     def _bury(self) -> None:
         self._tomb_timer = None
-        table, cold = self._store.directory.table, self._store.directory.cold
         keys, self._tombs = list(dict.fromkeys(self._tombs)), []
-        slots = table.find(b"".join(keys)).tolist()
-        dead = [
-            key
-            for key, slot in zip(keys, slots, strict=True)
-            if slot < 0 or not (cold.handle(slot) or cold.copy[slot] or self.demoter.is_writing([key]))
-        ]
-        if dead:
-            task = asyncio.create_task(self._buried(dead))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _buried(self, keys: list[bytes]) -> None:
-        try:
-            await self.datafiles.forget(keys)
-        except TierError as exc:
-            log.debug("disk.not_forgotten", blocks=len(keys), why=str(exc))
+        self.demoter.forget_soon(keys)
 
     # ---- what sessions ask
 
@@ -290,13 +274,18 @@ class DiskTier:
                 slot = directory.parent[slot]
         return [directory.words.key(slot) for slot in reversed(found)]
 
-    def has_copies(self, keys: bytes) -> bool:
-        """Whether one of these blocks is on disk, or on its way there."""
-        directory = self._store.directory
-        for slot in directory.table.find(keys).tolist():
-            if slot >= 0 and (directory.cold.handle(slot) or directory.cold.copy[slot]):
-                return True
-        return self.demoter.is_writing([keys[at : at + 16] for at in range(0, len(keys), 16)])
+    def in_memory_only(self, keys: bytes) -> set[bytes]:
+        """Those of these blocks that a delete need not mark on disk: none are, but where a drive has failed. What is in
+        memory now may have been on disk under the same key before, as a block that went without a delete, or that the
+        last start could not show.
+        """
+        directory, failures, found = self._store.directory, self.demoter.failures, set[bytes]()
+        for at, slot in enumerate(directory.table.find(keys).tolist() if failures else ()):
+            key = keys[KEY_BYTES * at : KEY_BYTES * (at + 1)]
+            is_known = slot >= 0 and (directory.cold.handle(slot) or directory.cold.copy[slot])
+            if self.datafiles.home(key) in failures and not is_known and not self.demoter.is_writing([key]):
+                found.add(key)
+        return found
 
     async def forget(self, keys: list[bytes]) -> None:
         """After a delete: return when none of these comes back. Raises Unavailable when that cannot be had."""
@@ -362,7 +351,6 @@ class DiskTier:
 
     async def _close(self) -> None:
         if hasattr(self, "demoter"):
-            await asyncio.gather(*self._tasks)
             await self.demoter.aclose()
             await self.promoter.aclose()
             self.coder.close()
