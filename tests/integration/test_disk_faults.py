@@ -23,6 +23,7 @@ from ucxkv import DeleteStatus, PutStatus
 from ucxkv.directory import events
 from ucxkv.node import Node
 from ucxkv.node.state import forget
+from ucxkv.protocol import messages as m
 from ucxkv.tiers.engines.native import NativeEngine
 from ucxkv.tiers.io import OpKind
 
@@ -304,6 +305,51 @@ async def test_a_node_that_ends_while_a_block_is_read_back_ends_in_good_order(tm
     assert not faults
     async with life(tmp_path) as (_, kv):
         assert (await kv.get_many(chain)).hits == 8
+
+
+async def test_a_client_that_asks_for_more_than_there_is_room_for_keeps_nobody_else_waiting(tmp_path: Path) -> None:
+    """Goal: the node's work for one session has a bound. Method: memory is held by a lease; a client asks for all of a
+    cold chain, thousands of times over, at once; few of these are worked on, the rest is told to ask later, another
+    client's calls work, and all is answered."""
+    chain, values = keys(64), blocks(64, BLOCK, seed=10)
+    async with life(tmp_path) as (node, kv), ucxkv.connect(node.address) as flood:
+        await put_all(kv, chain, values)
+        await kv.get_many(chain[:28])
+        async with kv.lease(chain[:28]):
+            link = flood._router.sole
+            asked = b"".join(chain[40:] * 170)
+            deadline_ns = time.monotonic_ns() + 60 * 10**9
+            asks = [asyncio.ensure_future(link.ask(m.Warm(keys=asked), deadline_ns)) for _ in range(200)]
+            await asyncio.sleep(0.3)
+            assert len(node.tasks) <= 65_536 * 16 // len(asked) + 4
+            into = np.zeros_like(values[:24])
+            assert (await kv.get_many(chain[:24], into, deadline_s=10)).hits == 24 and (into == values[:24]).all()
+            answers = await asyncio.gather(*asks)
+        assert all(len(one.status) == len(asked) // 16 for one in answers)
+        assert await works(flood) and await kv.get(chain[-1]) == values[-1].tobytes()
+
+
+async def test_a_table_full_of_blocks_on_disk_takes_durable_blocks_and_blocks_in_parts(tmp_path: Path) -> None:
+    """Goal: cold blocks, which fill the table in the long run, give way to any put. Method: more small blocks than
+    slots; then durable puts, alone and as a chain below a cold block, and puts in parts; all are stored."""
+    flags = {"durability": "process", "state_dir": str(tmp_path / "state")}
+    async with life(tmp_path, slots_count=512, **flags) as (node, kv):
+        for n in range(6):
+            chain = keys(200)
+            await put_all(kv, chain, blocks(200, 16 << 10, seed=n), step=50)
+        await written(kv)
+        make_cold(node)
+        assert (await numbers(kv))["slots_used"] == 512
+        durable, values = keys(60), blocks(60, 1000, seed=50)
+        parents = [chain[9], *durable[:-1]]
+        assert (await kv.put_many(durable, values, parents, durable=True)).ok
+        assert await kv.put(keys(1)[0], values[0], durable=True) is PutStatus.STORED
+        whole = keys(40)
+        for part in range(3):
+            assert (await kv.put_many(whole, values[:40], part=ucxkv.Part(part, 3))).ok
+        assert (await kv.match([*chain[:10], *durable])).blocks == 70
+        assert (await kv.exists_many(whole)).all()
+    forget(tmp_path / "state")
 
 
 async def test_datafiles_smaller_than_a_batch_lose_no_block_that_is_in_memory(tmp_path: Path) -> None:

@@ -143,7 +143,8 @@ class HostStore:
         return freed + gone.bytes + gone.demoted
 
     def make_slots(self, count: int, now_ns: int) -> None:
-        """Hide leaves until so many blocks fit the table, as far as there are any: what is durable is worth more."""
+        """Hide leaves until so many blocks and what is staged fit the table, as far as there are any; durable ones stay."""
+        count += len(self.directory.durable.staged)
         short = count - (self.table.capacity - self.table.used)
         if short <= 0:
             return
@@ -262,6 +263,8 @@ class HostStore:
             sums=request.sums,
             deadline_ns=deadline_ns,
         )
+        if self.disk is not None:
+            self.make_slots(len(offsets) * request.parts, now_ns)
         try:
             reply = self.handle(event, now_ns)
         except ValueError as exc:

@@ -77,8 +77,8 @@ class Promoter:
                 await self._bring(wanted)
             for one in waits.values():
                 await asyncio.shield(one)
-            for at in cold:
-                slot = int(self._store.directory.table.find(keys[at])[0])
+            slots = self._store.directory.table.find(b"".join([keys[at] for at in cold])).tolist()
+            for at, slot in zip(cold, slots, strict=True):
                 is_cold = slot >= 0 and self._store.directory.cold.handle(slot) != 0
                 status[at] = WarmStatus.LATER if is_cold else WarmStatus.MISS if slot < 0 else WarmStatus.WARM
         return bytes(status)
@@ -169,8 +169,9 @@ class Promoter:
     def _bad(self, failed: list[tuple[bytes, int, TierError]]) -> None:
         """Copies that could not be read; one whose file was used again meanwhile is known to be gone already."""
         lost = [(key, handle) for key, handle, why in failed if isinstance(why, BlockDamaged | BlockGone)]
-        for key, _, why in failed:
-            log.warning("disk.unreadable", key=key.hex(), why=str(why))
+        if failed:  # once a batch: a drive that is gone fails thousands at a time, one that is busy is no news
+            say = log.warning if lost else log.debug
+            say("disk.unreadable", blocks=len(failed), key=failed[0][0].hex(), why=str(failed[0][2]))
         self.counts["disk_read_failed"] += len(failed)
         if lost:
             keys, handles = zip(*lost, strict=True)

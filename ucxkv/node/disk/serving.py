@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["DiskRequests"]
 
 _KEYS_MAX = 65_536
+"""In one request, and in all that a session waits for at once; what is more is to be asked for again later."""
 _OWNER = 0
 """Of leases that requests hold while they are carried out; no session has it."""
 _ROOM_S = 1.0
@@ -34,6 +35,8 @@ class DiskRequests:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._store = node.store
+        self._waiting: dict[int, int] = {}
+        """Keys that each session waits for."""
 
     # ---- what there is to wait for
 
@@ -64,6 +67,8 @@ class DiskRequests:
         if len(request.keys) > KEY_BYTES * _KEYS_MAX:
             raise errors.UsageError(f"{len(request.keys) // KEY_BYTES} keys in one request; the most is {_KEYS_MAX}")
         lease, ttl_ms = 0, 0
+        if self._is_too_much(session, request.keys):
+            return m.Warmed(0, 0, bytes([WarmStatus.LATER]) * (len(request.keys) // KEY_BYTES))
         if request.ttl_ms:
             leased = self._store.lease(session.id, m.LeaseKeys(request.keys, request.ttl_ms), time.monotonic_ns())
             lease, ttl_ms = leased.lease, leased.ttl_ms
@@ -71,12 +76,16 @@ class DiskRequests:
 
     async def lease(self, session: Session, request: m.LeaseKeys) -> m.Leased:
         """A lease keeps values in place for who reads them in memory: so they are brought there, under it."""
+        if self._is_too_much(session, request.keys):
+            return m.Leased(0, 0, bytes([events.LeaseStatus.LIMIT]) * (len(request.keys) // KEY_BYTES))
         leased = self._store.lease(session.id, request, time.monotonic_ns())
         status = await self._warmed_under(session, leased.lease, request.keys, is_all=True)
         granted = bytes(was if now == WarmStatus.WARM else 1 for was, now in zip(leased.status, status, strict=True))
         return m.Leased(leased.lease, leased.ttl_ms, granted)
 
     async def _warmed_under(self, session: Session, lease: int, keys: bytes, *, is_all: bool = False) -> bytes:
+        waiting = self._waiting
+        waiting[session.id] = waiting.get(session.id, 0) + len(keys) // KEY_BYTES
         try:
             status = await self.warmed(keys, is_all=is_all)
             if session.id not in self._node.sessions:
@@ -86,7 +95,15 @@ class DiskRequests:
         except BaseException:
             self._store.release(session.id, lease, time.monotonic_ns())
             raise
+        finally:
+            waiting[session.id] -= len(keys) // KEY_BYTES
+            if not waiting[session.id]:
+                del waiting[session.id]
         return status
+
+    def _is_too_much(self, session: Session, keys: bytes) -> bool:
+        before = self._waiting.get(session.id, 0)
+        return before > 0 and before + len(keys) // KEY_BYTES > _KEYS_MAX
 
     async def warmed(self, keys: bytes, *, is_all: bool = False) -> bytes:
         """Bring blocks into memory: one WarmStatus a key. Waits a little for room, so that an answer has something, or
