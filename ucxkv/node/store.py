@@ -143,7 +143,7 @@ class HostStore:
         return freed + gone.bytes + gone.demoted
 
     def make_slots(self, count: int, now_ns: int) -> None:
-        """Hide leaves until so many blocks and what is staged fit the table, as far as there are any; durable ones stay."""
+        """Hide leaves until so many blocks and what is staged fit the table, as far as there are any not durable."""
         count += len(self.directory.durable.staged)
         short = count - (self.table.capacity - self.table.used)
         if short <= 0:
