@@ -352,6 +352,31 @@ async def test_a_table_full_of_blocks_on_disk_takes_durable_blocks_and_blocks_in
     forget(tmp_path / "state")
 
 
+async def test_room_in_a_full_table_is_not_made_of_the_block_that_the_new_one_hangs_on(tmp_path: Path) -> None:
+    """Goal: a put below a block that is visible is not told that it is not. Method: a table full of cold roots; a block
+    below the one that was unused longest, plain and durable, is stored."""
+    flags = {"durability": "process", "state_dir": str(tmp_path / "state")}
+    async with life(tmp_path, slots_count=512, **flags) as (node, kv):
+        roots, values = keys(512), blocks(512, 16 << 10, seed=60)
+        for at in range(0, 512, 64):
+            await kv.put_many(roots[at : at + 64], values[at : at + 64])
+            await asyncio.sleep(0.02)  # two of the units that uses are counted in
+        await written(kv)
+        make_cold(node)
+        plain, durable = keys(2)
+        assert await kv.put(plain, values[0], roots[0]) is PutStatus.STORED
+        oldest = roots[int(np.flatnonzero((await kv.exists_many(roots))[1:])[0]) + 1]
+        await fill(kv, 512)
+        assert await kv.put(durable, values[1], oldest, durable=True) is PutStatus.STORED
+    forget(tmp_path / "state")
+
+
+async def fill(kv: ucxkv.Client, slots: int) -> None:
+    """Put roots until the table is full."""
+    while (free := slots - int((await numbers(kv))["slots_used"])) > 0:
+        await kv.put_many(keys(free), blocks(free, 1000, seed=61))
+
+
 async def test_datafiles_smaller_than_a_batch_lose_no_block_that_is_in_memory(tmp_path: Path) -> None:
     """Goal: a copy that is gone before it was told of is none. Method: three files of 1 MiB, puts of 4 MiB at once; all
     that is visible can be read, and no read fails."""

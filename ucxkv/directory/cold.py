@@ -235,9 +235,10 @@ class ColdBlocks:
         is_visible = directory.table.records["state"][:n] == 1
         tails = np.flatnonzero((holds == COLD) & (self.arrays["below"][:n] == 0) & is_visible)
         gone: list[int] = []
+        kept = set(directory.table.find(event.keep).tolist()) if event.keep else ()
         for tail in tails[np.argsort(last_use[tails], kind="stable")][: event.count].tolist():
             slot = tail
-            while len(gone) < event.count:
+            while len(gone) < event.count and slot not in kept:
                 gone.append(slot)
                 slot = directory.parent[slot]
                 if slot == NONE or directory.holds[slot] != COLD or self.below[slot] > 1:

@@ -78,9 +78,13 @@ class CopiesLost(Event[RemovedReply]):
 
 @dataclass(frozen=True, slots=True)
 class Trim(Event[RemovedReply]):
-    """Hide so many cold blocks if there are, chains from their tails, those unused longest first: for a full table."""
+    """Hide so many cold blocks if there are, chains from their tails, those unused longest first: for a full table.
+
+    keep: keys of blocks that stay, since others are to come below them.
+    """
 
     count: int
+    keep: Buffer = b""
 
 
 @dataclass(frozen=True, slots=True)

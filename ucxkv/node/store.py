@@ -142,14 +142,14 @@ class HostStore:
         self.counts["evicted_bytes"] += gone.bytes
         return freed + gone.bytes + gone.demoted
 
-    def make_slots(self, count: int, now_ns: int) -> None:
+    def make_slots(self, count: int, now_ns: int, keep: bytes = b"") -> None:
         """Hide leaves until so many blocks and what is staged fit the table, as far as there are any not durable."""
         count += len(self.directory.durable.staged)
         short = count - (self.table.capacity - self.table.used)
         if short <= 0:
             return
         most = short if self.disk is None else max(short, self.table.capacity // _SLOTS_SHARE)
-        for event in (tiering.Trim(most), events.Evict(1 << 62, limit=short), tiering.Trim(short)):
+        for event in (tiering.Trim(most, keep), events.Evict(1 << 62, limit=short), tiering.Trim(short, keep)):
             if short > 0 and (self.disk is not None or isinstance(event, events.Evict)):
                 gone = self.handle(event, now_ns)
                 self.counts["evicted"] += gone.blocks
@@ -192,7 +192,7 @@ class HostStore:
         offsets = u64s(request.offsets)
         self.space.take(session, request.regions, offsets, request.lengths)
         if self.disk is not None:
-            self.make_slots(len(offsets), now_ns)
+            self.make_slots(len(offsets), now_ns, request.parents)
             self.disk.poke()
         columns = (request.keys, request.parents, request.regions, request.offsets, request.lengths, request.sums)
         reply = self.handle(events.Put(*columns, flag=EXACT if request.exact else 0), now_ns)
@@ -264,7 +264,7 @@ class HostStore:
             deadline_ns=deadline_ns,
         )
         if self.disk is not None:
-            self.make_slots(len(offsets) * request.parts, now_ns)
+            self.make_slots(len(offsets) * request.parts, now_ns, request.parents)
         try:
             reply = self.handle(event, now_ns)
         except ValueError as exc:
