@@ -377,6 +377,24 @@ async def fill(kv: ucxkv.Client, slots: int) -> None:
         await kv.put_many(keys(free), blocks(free, 1000, seed=61))
 
 
+async def test_a_client_that_takes_all_leases_does_not_stop_the_writing(tmp_path: Path) -> None:
+    """Goal: the node's own leases are not the clients' to use up. Method: as many leases as there may be; a chain
+    longer than memory is put, all of it has copies, and what a client asks for more is refused."""
+    chain, values = keys(60), blocks(60, BLOCK, seed=12)
+    async with life(tmp_path) as (node, kv):
+        await put_all(kv, chain[:1], values[:1])
+        await written(kv)
+        most = node.store.directory.leases.max_leases
+        for _ in range(most):
+            node.store.handle(events.Lease(chain[0], 60 * 10**9, 7), time.monotonic_ns())
+        async with kv.lease(chain[:1]) as lease:
+            assert not lease.granted.any()
+        await put_all(kv, chain, values)
+        await written(kv)
+        found = await numbers(kv)
+        assert found["evicted"] == 0 and found["disk_copies"] == 60 and found["leases"] == most
+
+
 async def test_datafiles_smaller_than_a_batch_lose_no_block_that_is_in_memory(tmp_path: Path) -> None:
     """Goal: a copy that is gone before it was told of is none. Method: three files of 1 MiB, puts of 4 MiB at once; all
     that is visible can be read, and no read fails."""

@@ -305,7 +305,7 @@ class Directory:
 
     def _lease(self, event: ev.Lease, now_ns: int) -> ev.LeaseReply:
         n = count_keys(event.keys)
-        if self.leases.is_full or n > self.leases.max_keys:
+        if self.leases.is_full(event.owner) or n > self.leases.max_keys:
             return ev.LeaseReply(0, np.full(n, ev.LeaseStatus.LIMIT, np.uint8), now_ns)
         slots = self._visible(event.keys)
         status = np.array([ev.LeaseStatus.MISS if slot < 0 else ev.LeaseStatus.GRANTED for slot in slots], np.uint8)

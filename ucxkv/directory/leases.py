@@ -2,8 +2,8 @@
 
 Invariants: `pins[generation]` is the number of live leases on that generation, and is never 0. A lease ends by Release
 or by its time, never before because its owner vanished: the owner's process may still be reading through its mapping.
-Bounded: leases, and keys a lease. The table knows no slot's fate; whoever ends a lease gives its pins back to the
-directory.
+Bounded: leases, and keys a lease; the node's own (owner 0) have some places that no session can take. The table knows
+no slot's fate; whoever ends a lease gives its pins back to the directory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import heapq
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TypeAlias
+
+_OWN_MAX = 1024
+"""Leases of the node's own beyond `max_leases`: it writes blocks to disk under them, which no client may stop."""
 
 Pinned: TypeAlias = list[tuple[int, int]]
 """(slot, generation) of each block that a lease holds."""
@@ -41,14 +44,13 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether no lease can be granted now."""
-        return len(self._leases) >= self.max_leases
+    def is_full(self, owner: int) -> bool:
+        """Whether this owner can be granted no lease now."""
+        return len(self._leases) >= self.max_leases + (0 if owner else _OWN_MAX)
 
     def grant(self, pinned: Pinned, ttl_ns: int, owner: int, now_ns: int) -> tuple[int, int]:
         """Open a lease on these blocks, each named once; (lease id, its end)."""
-        assert pinned and not self.is_full
+        assert pinned and not self.is_full(owner)
         self._last += 1
         lease = _Lease(pinned, now_ns + min(ttl_ns, self.max_ttl_ns), owner)
         self._leases[self._last] = lease
@@ -135,5 +137,5 @@ class LeaseTable:
         assert {i for owned in self._owners.values() for i in owned} == set(self._leases), (
             "owners differ from the leases"
         )
-        assert len(self._leases) <= self.max_leases
+        assert len(self._leases) <= self.max_leases + _OWN_MAX
         assert set(self._leases) <= {lease_id for _, lease_id in self._ends}, "a lease without an end"
