@@ -254,7 +254,7 @@ async def test_a_drive_that_fails_does_not_stop_the_others(tmp_path: Path, valve
     copy is served and is there after a restart; the status names the drive."""
     drives = (str(tmp_path / "a"), str(tmp_path / "b"))
     singles, values = keys(80), blocks(80, BLOCK, seed=8)
-    async with life(tmp_path, disk=drives, disk_wait_ms=300) as (node, kv):
+    async with life(tmp_path, disk=drives, disk_wait_ms=5000) as (node, kv):
         assert node.disk is not None
         await kv.put_many(singles[:8], values[:8])
         await written(kv)
@@ -270,8 +270,8 @@ async def test_a_drive_that_fails_does_not_stop_the_others(tmp_path: Path, valve
         assert there[home == 1].all() and not there[home == 0].all()
         got = await kv.get_many(singles)
         assert got.values is not None
-        for value, was, one in zip(got.values, values, there.tolist(), strict=True):
-            assert value == (was.tobytes() if one else None)
+        for value, was, drive in zip(got.values, values, home.tolist(), strict=True):
+            assert value == was.tobytes() or (drive == 0 and value is None)  # memory may have been needed meanwhile
         fresh = keys(1)[0]
         while node.disk.datafiles.home(fresh) != 0:
             fresh = keys(1)[0]
