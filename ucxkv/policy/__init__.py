@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ucxkv.policy.base import TICKS_PER_S, EvictionPolicy, LeafLinks, LearningPolicy
+from ucxkv.policy.base import TICKS_PER_S, EvictionPolicy, LeafLinks, LearningPolicy, Rating
 from ucxkv.policy.lru import LruPolicy
 from ucxkv.policy.residents import Residents
 from ucxkv.policy.s3fifo import S3FifoPolicy
@@ -14,6 +14,7 @@ __all__ = [
     "LeafLinks",
     "LearningPolicy",
     "LruPolicy",
+    "Rating",
     "Residents",
     "S3FifoPolicy",
     "TucPolicy",

@@ -8,15 +8,19 @@ An `EvictionPolicy` needs to know the leaves and nothing else. A `LearningPolicy
 who came, who was used again, who left. Its keeper calls, in this order,
 
     a use      tick(now), reuse(all used blocks), then writes last_use, then touch(the leaves among them)
-    an arrival tick(now), writes last_use, remove(parent, if it was a leaf), enter(the new chain), add(its last block)
+    an arrival tick(now), writes last_use, remove(parent, if it was a leaf), enter(the new blocks), add(the leaves of
+               them)
     a departure pop() or remove(), leave(the block), then readmit(its parent, if nothing holds that any more)
+    a move     pop() or remove(), cool(the block), readmit(its parent, ...) when it leaves the memory that the policy
+               ranks for a slower tier, and is found there under the same slot; on its way back reuse, warm, and add(it)
+               if it is a leaf
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -49,8 +53,25 @@ class LeafLinks:
     last_use: memoryview
 
 
+class Rating(NamedTuple):
+    """What a policy knows of a block, for reports; zeros where it goes by order alone.
+
+    worth: prefill seconds saved per second by keeping the block in memory, hazard (uses per second expected) x gain
+    (seconds that a hit saves). price: the worth of what was evicted last. uses: since it came, up to a few.
+    """
+
+    worth: float = 0.0
+    price: float = 0.0
+    hazard: float = 0.0
+    gain: float = 0.0
+    uses: int = 0
+
+
 class EvictionPolicy(Protocol):
     """Keeps the leaves and says which of them goes next."""
+
+    rule: str
+    """Why its victims are its victims, in a few words for people."""
 
     def add(self, slot: int) -> None:
         """This new block is a leaf, used just now; `last_use` says so already."""
@@ -72,6 +93,10 @@ class EvictionPolicy(Protocol):
         """Take out the leaf to evict next; -1 when there is none."""
         ...
 
+    def rate(self, slot: int) -> Rating:
+        """What is known of the block in this slot, a leaf or not."""
+        ...
+
     def leaves(self) -> list[int]:
         """All leaves, the next victim first. For checks and reports."""
         ...
@@ -89,10 +114,11 @@ class LearningPolicy(EvictionPolicy, Protocol):
         """The time, in ticks of `last_use`, of all calls until the next tick. It never goes back."""
         ...
 
-    def enter(self, slots: Slots, names: Names, positions: npt.NDArray[np.int64], parent: int) -> None:
-        """These new blocks are a chain below the block in slot `parent` (-1: a root, or a parent elsewhere).
+    def enter(self, slots: Slots, names: Names, positions: npt.NDArray[np.int64], parents: Slots) -> None:
+        """These blocks are new, parents before their children. They need not be of one chain.
 
-        positions: of each block's first token in its sequence.
+        positions: of each block's first token in its sequence. parents: the slot of the block above each one, which has
+        entered before or is in the same call; -1: a root, or a parent elsewhere.
         """
         ...
 
@@ -102,4 +128,12 @@ class LearningPolicy(EvictionPolicy, Protocol):
 
     def leave(self, slot: int, *, is_evicted: bool) -> None:
         """The block in this slot is gone. Evicted ones may come back; deleted and damaged ones are forgotten."""
+        ...
+
+    def cool(self, slots: Iterable[int]) -> None:
+        """These blocks, no leaves now, are in a slower tier only; they keep their slots, and may be used and leave."""
+        ...
+
+    def warm(self, slots: Iterable[int]) -> None:
+        """These blocks are in memory again, because of a use that `reuse` has told."""
         ...

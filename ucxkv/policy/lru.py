@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ucxkv.policy.base import LeafLinks
+from ucxkv.policy.base import LeafLinks, Rating
 
 WALK = 64
 _FIRST = 1
@@ -25,6 +25,7 @@ _FIRST = 1
 class LruPolicy:
     """See the module."""
 
+    rule = "used longest ago"
     __slots__ = ("_count", "_last_use", "_next", "_oldest", "_prev", "_youngest")
 
     def __init__(self, links: LeafLinks) -> None:
@@ -76,6 +77,10 @@ class LruPolicy:
             self._oldest = younger
         self._count -= 1
         return slot
+
+    def rate(self, slot: int) -> Rating:
+        """Nothing: the order is all there is."""
+        return Rating()
 
     def leaves(self) -> list[int]:
         """All leaves, oldest first."""

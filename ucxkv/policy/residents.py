@@ -77,7 +77,7 @@ class Residents:
         if parent != NONE:
             self.hold(parent)
         if self._learner is not None:
-            self._learner.enter(slots, names, positions, parent)
+            self._learner.enter(slots, names, positions, self.parents[slots])
         last = taken[-1]
         self._hold[last] = 0
         self.policy.add(last)

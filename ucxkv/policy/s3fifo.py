@@ -7,8 +7,10 @@ comes: its ancestors, which cannot be queued, are used at least as often and mov
 
 For the same reason a block that goes to main, being remembered, takes those above it along.
 
-Invariants: a block belongs to small or main from `enter` to `leave`; each queue holds exactly its leaves; there are at
-most as many ghosts as slots. Every call is O(1) a block.
+A block that leaves memory for a slower tier is remembered where it is: on its way back it goes to main, as a ghost does.
+
+Invariants: a block belongs to small or main from `enter` to `leave`, and counts there while it is in memory; each queue
+holds exactly its leaves; there are at most as many ghosts as slots. Every call is O(1) a block.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from ucxkv.policy.base import LeafLinks, Names, Slots, view_of
+from ucxkv.policy.base import LeafLinks, Names, Rating, Slots, view_of
 
 __all__ = ["S3FifoPolicy"]
 
@@ -32,14 +34,18 @@ _TWICE, _MOST = 2, 3
 class S3FifoPolicy:
     """See the module. ghosts_max: names remembered; default one for each slot."""
 
+    rule = "first in, not used since"
+
     def __init__(self, links: LeafLinks, ghosts_max: int | None = None) -> None:
         slots = len(links.prev)
         self.ghosts_max = slots if ghosts_max is None else ghosts_max
         self._leaf = links.prev
         self._uses: npt.NDArray[np.uint8] = np.zeros(slots, np.uint8)
         self._home: npt.NDArray[np.uint8] = np.zeros(slots, np.uint8)
+        self._cools: npt.NDArray[np.uint8] = np.zeros(slots, np.uint8)
+        self._is_cool = view_of(self._cools)
         self._names: npt.NDArray[np.uint64] = np.zeros(slots, np.uint64)
-        self._parents: npt.NDArray[np.int64] = np.full(slots, -1, np.int64)
+        self._parents: npt.NDArray[np.int32] = np.full(slots, -1, np.int32)
         self._parent = view_of(self._parents)
         self._use, self._where, self._name = view_of(self._uses), view_of(self._home), view_of(self._names)
         self._queues: tuple[OrderedDict[int, None], OrderedDict[int, None]] = (OrderedDict(), OrderedDict())
@@ -49,28 +55,30 @@ class S3FifoPolicy:
     def tick(self, now: int) -> None:
         """Nothing: order is all that counts here."""
 
-    def enter(self, slots: Slots, names: Names, positions: npt.NDArray[np.int64], parent: int) -> None:
+    def enter(self, slots: Slots, names: Names, positions: npt.NDArray[np.int64], parents: Slots) -> None:
         """New blocks: to main when remembered, with all above them, else to small."""
         ghosts = self._ghosts
         self._names[slots] = names
         self._uses[slots] = 0
         self._home[slots] = _SMALL
-        self._parents[slots[1:]] = slots[:-1]
-        self._parents[slots[0]] = parent
+        self._cools[slots] = 0
+        self._parents[slots] = parents
         self._blocks[_SMALL] += len(slots)
         known = [at for at, name in enumerate(names.tolist()) if name in ghosts] if ghosts else []
         if known:
             for name in names[known].tolist():
                 ghosts.pop(name, None)
-            self._climb(int(slots[known[-1]]))
+            for slot in slots[known[::-1]].tolist():
+                self._climb(slot)
 
     def _climb(self, slot: int) -> None:
         """Move a block and all above it to main: there it would hold them in small, where they could never go."""
         where, small, main = self._where, *self._queues
         while slot >= 0 and where[slot] == _SMALL:
             where[slot] = _MAIN
-            self._blocks[_SMALL] -= 1
-            self._blocks[_MAIN] += 1
+            if not self._is_cool[slot]:
+                self._blocks[_SMALL] -= 1
+                self._blocks[_MAIN] += 1
             if self._leaf[slot]:
                 del small[slot]
                 main[slot] = None
@@ -85,8 +93,9 @@ class S3FifoPolicy:
             return
         self._home[moving] = _MAIN
         self._uses[moving] = 0
-        self._blocks[_SMALL] -= len(moving)
-        self._blocks[_MAIN] += len(moving)
+        warm = len(moving) - int(self._cools[moving].sum())
+        self._blocks[_SMALL] -= warm
+        self._blocks[_MAIN] += warm
         small, main = self._queues
         for slot in moving[::-1].tolist():
             if self._leaf[slot]:
@@ -96,11 +105,27 @@ class S3FifoPolicy:
     def leave(self, slot: int, *, is_evicted: bool) -> None:
         """Forget a block; the name of one that was evicted from small is kept."""
         where = self._where[slot]
-        self._blocks[where] -= 1
+        self._blocks[where] -= not self._is_cool[slot]
+        self._is_cool[slot] = 0
         if is_evicted and where == _SMALL and self.ghosts_max:
             self._ghosts[self._name[slot]] = None
             if len(self._ghosts) > self.ghosts_max:
                 self._ghosts.popitem(last=False)
+
+    def cool(self, slots: Iterable[int]) -> None:
+        """These count in no queue any more."""
+        for slot in slots:
+            assert not self._is_cool[slot], f"slot {slot} has left memory already"
+            self._is_cool[slot] = 1
+            self._blocks[self._where[slot]] -= 1
+
+    def warm(self, slots: Iterable[int]) -> None:
+        """These are back, in main."""
+        for slot in slots:
+            assert self._is_cool[slot], f"slot {slot} has not left memory"
+            self._is_cool[slot] = 0
+            self._blocks[self._where[slot]] += 1
+            self._climb(slot)
 
     def add(self, slot: int) -> None:
         """Put a new leaf at the end of its queue."""
@@ -139,6 +164,10 @@ class S3FifoPolicy:
             use[slot] -= 1
             main[slot] = None
         return -1
+
+    def rate(self, slot: int) -> Rating:
+        """Its uses that count, at most three."""
+        return Rating(uses=self._use[slot])
 
     def leaves(self) -> list[int]:
         """All leaves, each queue from its front on, the queue to evict from first."""

@@ -27,7 +27,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from ucxkv.policy.base import TICKS_PER_S, LeafLinks, Names, Slots, view_of
+from ucxkv.policy.base import TICKS_PER_S, LeafLinks, Names, Rating, Slots, view_of
 from ucxkv.policy.ghosts import Ghosts
 from ucxkv.policy.hazard import HazardTable, bucket_of
 
@@ -46,6 +46,8 @@ Gain = Callable[[Positions], npt.NDArray[np.float64]]
 
 class TucPolicy:
     """See the module. ghosts_max: evicted blocks remembered; default two for each slot."""
+
+    rule = "saves least prefill time"
 
     def __init__(self, links: LeafLinks, gain: Gain, ghosts_max: int | None = None) -> None:
         slots = len(links.prev)
@@ -87,17 +89,18 @@ class TucPolicy:
             self._tell_forgotten()
             self.now = now
 
-    def enter(self, slots: Slots, names: Names, positions: Positions, parent: int) -> None:
-        """New blocks, a chain below `parent`; those remembered go back to their class."""
+    def enter(self, slots: Slots, names: Names, positions: Positions, parents: Slots) -> None:
+        """New blocks; those remembered go back to their class."""
         self._names[slots] = names
         self._alive[slots] = True
         hits, kids, waits, classes = self._ghosts.take(names, self.now)
         self._hits[slots], self._kids[slots] = hits, kids
-        if len(slots) > 1:
-            self._kids[slots[:-1]] += kids[:-1] < _OFTEN
-        if parent >= 0 and self._kids[parent] < _OFTEN:
-            self._kids[parent] += 1
-            self._classify(np.array([parent]))
+        kid = self._kid
+        above = parents[parents >= 0]
+        for parent in above.tolist():
+            if kid[parent] < _OFTEN:
+                kid[parent] += 1
+        self._classify(above)
         self._classify(slots)
         is_back = waits >= 0
         if is_back.any():
@@ -126,6 +129,12 @@ class TucPolicy:
                 if len(self._forgotten) >= _SLACK:
                     self._tell_forgotten()
 
+    def cool(self, slots: Iterable[int]) -> None:
+        """Nothing: a block's chance to be used is the same wherever it is."""
+
+    def warm(self, slots: Iterable[int]) -> None:
+        """Nothing, see `cool`."""
+
     def reprice(self, gain: Gain) -> None:
         """Take a new cost model: every gain is computed anew."""
         self._gain = gain
@@ -136,6 +145,12 @@ class TucPolicy:
         """What keeping this block earns now, prefill seconds saved per second."""
         age = max(0, self.now - self._last_use[slot])
         return self.hazard.rates[self._class[slot]][bucket_of(age)] * self._gain_of[slot]
+
+    def rate(self, slot: int) -> Rating:
+        """All that `worth` is made of."""
+        age = max(0, self.now - self._last_use[slot])
+        hazard, gain = self.hazard.rates[self._class[slot]][bucket_of(age)], self._gain_of[slot]
+        return Rating(hazard * gain, self.water, hazard, gain, self._hit[slot])
 
     def _tell_forgotten(self) -> None:
         """Their waits have ended without a use, as far as anybody will know."""

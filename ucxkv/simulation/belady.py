@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from ucxkv.policy.base import LeafLinks, view_of
+from ucxkv.policy.base import LeafLinks, Rating, view_of
 from ucxkv.simulation.traces import Ids
 
 __all__ = ["BeladyPolicy"]
@@ -24,6 +24,8 @@ _SLACK = 1024
 
 class BeladyPolicy:
     """See the module. next_use: by slot, to be written before each use and arrival."""
+
+    rule = "used next in the farthest future"
 
     def __init__(self, links: LeafLinks) -> None:
         self._leaf = links.prev
@@ -65,6 +67,10 @@ class BeladyPolicy:
                 self._count -= 1
                 return slot
         return -1
+
+    def rate(self, slot: int) -> Rating:
+        """Nothing: the order is all there is."""
+        return Rating()
 
     def leaves(self) -> list[int]:
         """All leaves, the one used farthest in the future first."""
