@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.directory.arena import aligned, key_of
+from tests.directory.policies import POLICIES, WatchedPolicy
 from ucxkv.directory import ROOT_KEY, Directory, PutStatus, SlotTable, events, table_bytes, tiering
 from ucxkv.directory.cold import DISK_REGION
 from ucxkv.directory.slots_twin import TwinTable
+from ucxkv.policy.decisions import DecisionLog
 
 KEYS = [key_of(i) for i in range(24)]
 # Three chains of eight; the last hangs on the first one's third block.
@@ -44,11 +46,14 @@ class ColdMachine(RuleBasedStateMachine):
     """
 
     table_class: type[Any] = SlotTable
+    policy = "lru"
 
     def __init__(self) -> None:
         super().__init__()
         table = self.table_class(aligned(table_bytes(CAPACITY)), CAPACITY, epoch=3, seed=17)
-        self.core = Directory(table, grace_ns=GRACE, has_disk=True)
+        self.core = Directory(
+            table, grace_ns=GRACE, has_disk=True, policy=POLICIES[self.policy], decisions=DecisionLog(16)
+        )
         self.now = 10**9
         self.offset = self.last_sum = 0
         self.handles = 0
@@ -219,7 +224,7 @@ class ColdMachine(RuleBasedStateMachine):
             )
             for (slot, generation), handle, one in zip(some, handles, self.apply(event).taken.tolist(), strict=True):
                 key = self.core.words.key(slot)
-                is_it = self.core.words.generation(slot) == generation and key in self.seen
+                is_it = self.core.words.generation(slot) == generation and int(self.core.table.find(key)[0]) == slot
                 assert one == (is_it and not self.seen[key].is_durable and not self.seen[key].copy)
                 if one:
                     self.seen[key].copy = handle
@@ -351,10 +356,15 @@ class ColdMachine(RuleBasedStateMachine):
         self.given -= {(HOST, int(offset)) for offset in reply.rows["offset"]}  # durable ones are the caller's
         assert self.look_again() == dying
 
-    @rule(step=st.sampled_from([1, 49, 51, 1000]))
+    @rule(step=st.sampled_from([1, 49, 51, 1000, 2 * 10**7, 3 * 10**9]))
     def tick(self, step: int) -> None:
         self.now += step
         self.apply(events.Tick())
+
+    @rule()
+    def time_passes_unseen(self) -> None:
+        """Into the next 10 ms, without a Tick: what a learner is to be told waits."""
+        self.now += 10**7
 
     # ---- what must hold after each
 
@@ -376,6 +386,38 @@ class ColdMachine(RuleBasedStateMachine):
         assert self.core.cold.blocks == sum(block.is_cold for block in self.seen.values())
 
 
+class S3FifoMachine(ColdMachine):
+    """The same with a policy that is told everything."""
+
+    policy = "s3fifo"
+
+
+class TucMachine(ColdMachine):
+    """The same with the policy that learns."""
+
+    policy = "tuc"
+
+
+class WatchedMachine(ColdMachine):
+    """The same with a policy that asserts what it is told, and in which order."""
+
+    policy = "watched"
+
+    @invariant()
+    def it_knows_what_is_visible(self) -> None:
+        policy, ranking = self.core.ranking.policy, self.core.ranking
+        assert isinstance(policy, WatchedPolicy)
+        new = {slot for span in ranking._spans for slot in span.came}
+        records = self.core.table.records
+        blocks = {
+            slot: int.from_bytes(records["key"][slot].tobytes()[:8], "little")
+            for slot in np.flatnonzero(records["state"] == 1).tolist()
+            if not self.core.words.is_derived(slot)
+        }
+        assert policy.known == {slot: name for slot, name in blocks.items() if slot not in new}
+        assert policy.cold == {slot for slot in policy.known if self.core.cold.is_cold(slot)}
+
+
 class TwinMachine(ColdMachine):
     """The same over the twin of the slot table."""
 
@@ -388,4 +430,9 @@ _settings = settings(
 TestColdAgainstModel = ColdMachine.TestCase
 TestColdAgainstModel.settings = _settings
 TestColdOverTwinAgainstModel = TwinMachine.TestCase
+for each in (S3FifoMachine, TucMachine, WatchedMachine):
+    each.TestCase.settings = settings(_settings, max_examples=60)
+TestColdWithS3FifoAgainstModel = S3FifoMachine.TestCase
+TestColdWithTucAgainstModel = TucMachine.TestCase
+TestColdWithWatchedPolicyAgainstModel = WatchedMachine.TestCase
 TestColdOverTwinAgainstModel.settings = settings(_settings, max_examples=20)

@@ -11,9 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.directory.arena import aligned, key_of
 from tests.directory.model import Model
+from tests.directory.policies import POLICIES, WatchedPolicy
 from ucxkv.directory import ROOT_KEY, Directory, PutStatus, SlotTable, events, part_key, table_bytes
 from ucxkv.directory.events import Extent, LeaseStatus
 from ucxkv.directory.slots_twin import TwinTable
+from ucxkv.policy.decisions import DecisionLog
 
 KEYS = [key_of(i) for i in range(28)]
 # Four chains of seven; the last two hang on the first and the second, so that there are forks at several depths.
@@ -28,11 +30,12 @@ class CoreMachine(RuleBasedStateMachine):
     """Random events on the core and on the model; answers, effects and what is visible must agree."""
 
     table_class: type[Any] = SlotTable
+    policy = "lru"
 
     def __init__(self) -> None:
         super().__init__()
         table = self.table_class(aligned(table_bytes(CAPACITY)), CAPACITY, epoch=3, seed=17)
-        self.core = Directory(table, grace_ns=GRACE)
+        self.core = Directory(table, grace_ns=GRACE, policy=POLICIES[self.policy], decisions=DecisionLog(16))
         self.model = Model(CAPACITY, GRACE)
         self.now = 10**9
         self.offset = 0
@@ -316,12 +319,17 @@ class CoreMachine(RuleBasedStateMachine):
         assert reply.blocks == len(self.model.drop_blocks([KEYS[i] for i in which], self.now))
         self.settle()
 
-    @rule(step=st.sampled_from([1, 49, 50, 51, 100, 1000, 2 * 10**7]))
+    @rule(step=st.sampled_from([1, 49, 50, 51, 100, 1000, 2 * 10**7, 3 * 10**9]))
     def tick(self, step: int) -> None:
         self.now += step
         self.apply(events.Tick())
         self.model.tick(self.now)
         self.settle()
+
+    @rule()
+    def time_passes_unseen(self) -> None:
+        """Into the next 10 ms, without a Tick: what a learner is to be told waits."""
+        self.now += 10**7
 
     def teardown(self) -> None:
         for what, times in self.model.seen.items():
@@ -354,6 +362,38 @@ class CoreMachine(RuleBasedStateMachine):
         assert stats.leases == len(model.leases)
 
 
+class S3FifoMachine(CoreMachine):
+    """The same with a policy that is told everything."""
+
+    policy = "s3fifo"
+
+
+class TucMachine(CoreMachine):
+    """The same with the policy that learns."""
+
+    policy = "tuc"
+
+
+class WatchedMachine(CoreMachine):
+    """The same with a policy that asserts what it is told, and in which order."""
+
+    policy = "watched"
+
+    @invariant()
+    def it_knows_what_is_visible(self) -> None:
+        policy, ranking = self.core.ranking.policy, self.core.ranking
+        assert isinstance(policy, WatchedPolicy)
+        new = {slot for span in ranking._spans for slot in span.came}
+        records = self.core.table.records
+        blocks = {
+            slot: int.from_bytes(records["key"][slot].tobytes()[:8], "little")
+            for slot in np.flatnonzero(records["state"] == 1).tolist()
+            if not self.core.words.is_derived(slot)
+        }
+        assert policy.known == {slot: name for slot, name in blocks.items() if slot not in new}
+        assert policy.cold == {slot for slot in policy.known if self.core.cold.is_cold(slot)}
+
+
 class TwinMachine(CoreMachine):
     """The same over the twin of the slot table."""
 
@@ -366,4 +406,9 @@ _settings = settings(
 TestCoreAgainstModel = CoreMachine.TestCase
 TestCoreAgainstModel.settings = _settings
 TestCoreOverTwinAgainstModel = TwinMachine.TestCase
+for each in (S3FifoMachine, TucMachine, WatchedMachine):
+    each.TestCase.settings = settings(_settings, max_examples=60)
+TestCoreWithS3FifoAgainstModel = S3FifoMachine.TestCase
+TestCoreWithTucAgainstModel = TucMachine.TestCase
+TestCoreWithWatchedPolicyAgainstModel = WatchedMachine.TestCase
 TestCoreOverTwinAgainstModel.settings = settings(_settings, max_examples=20)

@@ -20,7 +20,7 @@ Without a tier nothing here costs anything but a comparison.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +28,9 @@ import numpy.typing as npt
 
 from ucxkv.directory import tiering as tr
 from ucxkv.directory.events import Extent, RemovedReply
+from ucxkv.directory.ranking import DAMAGED
 from ucxkv.directory.slots import NONE, U8, PutStatus, as_memory
+from ucxkv.policy.cost import Verdict
 
 if TYPE_CHECKING:
     from ucxkv.directory.core import Directory
@@ -100,6 +102,7 @@ class ColdBlocks:
         directory.table.move(slot, DISK_REGION, self.copy[slot], TIER_NVME, directory.words.tail(slot)[2])
         self.copy[slot] = 0
         directory.holds[slot] = COLD
+        directory.ranking.cooled(slot)
         above = directory.parent[slot]
         if above != NONE:
             self.below[above] += 1
@@ -155,27 +158,37 @@ class ColdBlocks:
         offsets = as_memory(event.offsets).cast("Q").tolist()
         sums = as_memory(event.sums).cast("Q").tolist()
         taken = np.zeros(len(slots), np.uint8)
+        promoted: list[int] = []
         for at, (slot, handle, offset, total) in enumerate(zip(slots, handles, offsets, sums, strict=True)):
             if slot >= 0 and handle and self.handle(slot) == handle:
-                self._promote(slot, handle, offset, total, directory.clock(now_ns))
+                directory.ranking.decided(slot, Verdict.PROMOTE, "somebody asked for it", now_ns)
+                self._promote(slot, handle, offset, total)
+                promoted.append(slot)
                 taken[at] = 1
+        directory.ranking.warmed(promoted, now_ns)
         return tr.TakenReply(taken)
 
-    def _promote(self, slot: int, handle: int, offset: int, total: int, clock: int) -> None:
+    def _promote(self, slot: int, handle: int, offset: int, total: int) -> None:
         directory = self._directory
         directory.table.move(slot, OWN_REGION, offset, TIER_HOST, total)
         self.copy[slot] = handle
-        holds = directory.holds[slot] = directory.holds[slot] & ~COLD
-        directory.last_use[slot] = clock
+        directory.holds[slot] = directory.holds[slot] & ~COLD
         above = directory.parent[slot]
         if above != NONE:
             self.below[above] -= 1
             directory.hold(above)
-        if not holds:
-            directory.policy.add(slot)
         self.blocks -= 1
         self.bytes -= directory.words.extent(slot)[2]
         self.promoted += 1
+
+    def is_cold(self, slot: int) -> bool:
+        """Whether a visible block's value is on disk only."""
+        return bool(self._directory.holds[slot] & COLD)
+
+    def among(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Those of these visible blocks that are cold."""
+        found: npt.NDArray[np.int64] = slots[self._directory.arrays["holds"][slots] & np.uint32(COLD) != 0]
+        return found
 
     def handle(self, slot: int) -> int:
         """The copy of a cold block; 0 when it is in memory."""
@@ -198,7 +211,10 @@ class ColdBlocks:
                     self._again_max -= 1
                     self.fresh.append((slot, directory.words.generation(slot)))
                 directory.leaving.add([(DISK_REGION, handle, 0)], now_ns)
-        reply = directory.drop_slots(gone, now_ns) if gone else RemovedReply(0, 0)
+        reason = DAMAGED if event.is_damage else "the datafile of its copy, or of one above it, was needed again"
+        reply = RemovedReply(0, 0)
+        if gone:
+            reply = directory.drop_slots(gone, now_ns, reason, is_evicted=not event.is_damage)
         if not event.is_damage:
             directory.totals["lost"] -= reply.blocks
             directory.totals["evicted"] += reply.blocks
@@ -218,8 +234,8 @@ class ColdBlocks:
         mine, over = slots[stored], above[stored]
         arrays = directory.arrays
         arrays["parent"][mine] = over.astype(np.uint32)  # -1 is NONE
-        arrays["last_use"][mine] = directory.clock(now_ns)
         arrays["holds"][mine] = COLD
+        directory.ranking.came_held(mine.astype(np.int64), now_ns)
         np.add.at(self.arrays["below"], over[over >= 0], np.uint32(1))
         directory.blocks += len(mine)
         directory.bytes += nbytes
@@ -230,20 +246,26 @@ class ColdBlocks:
 
     def trim(self, event: tr.Trim, now_ns: int) -> RemovedReply:
         """Carry out a Trim."""
+        self._directory.ranking.settle(now_ns)
         directory, n = self._directory, self._directory.table.fresh
         holds, last_use = directory.arrays["holds"][:n], directory.arrays["last_use"][:n]
         is_visible = directory.table.records["state"][:n] == 1
         tails = np.flatnonzero((holds == COLD) & (self.arrays["below"][:n] == 0) & is_visible)
         gone: list[int] = []
         kept = set(directory.table.find(event.keep).tolist()) if event.keep else ()
+        taken: Counter[int] = Counter()
+        """Children that are among `gone`, by their parent's slot."""
         for tail in tails[np.argsort(last_use[tails], kind="stable")][: event.count].tolist():
             slot = tail
             while len(gone) < event.count and slot not in kept:
                 gone.append(slot)
                 slot = directory.parent[slot]
-                if slot == NONE or directory.holds[slot] != COLD or self.below[slot] > 1:
+                if slot == NONE:
+                    break
+                taken[slot] += 1
+                if directory.holds[slot] != COLD or self.below[slot] > taken[slot]:
                     break
         size = sum(directory.words.extent(slot)[2] for slot in gone)
-        directory.leave(gone, now_ns)
+        directory.leave(gone, now_ns, "the table was full: used longest ago of what is on disk only", is_evicted=True)
         directory.totals["evicted"] += len(gone)
         return RemovedReply(len(gone), size)

@@ -40,6 +40,7 @@ from ucxkv.directory.leases import LeaseTable
 from ucxkv.directory.leaving import LeavingList
 from ucxkv.directory.loss import lose
 from ucxkv.directory.parts import PartWriter
+from ucxkv.directory.ranking import DAMAGED, Ranking
 from ucxkv.directory.records import SlotWords, derived_keys
 from ucxkv.directory.recovery import durable_rows, restore
 from ucxkv.directory.roots import RootFinder
@@ -48,6 +49,8 @@ from ucxkv.directory.slots_twin import TwinTable
 from ucxkv.directory.stats import Limits, Stats
 from ucxkv.directory.withdrawing import withdraw
 from ucxkv.policy.base import EvictionPolicy, LeafLinks
+from ucxkv.policy.cost import Verdict
+from ucxkv.policy.decisions import DecisionLog
 from ucxkv.policy.lru import LruPolicy
 
 R = TypeVar("R")
@@ -61,7 +64,7 @@ class Directory:
 
     table: a freshly made SlotTable (or its twin); the directory becomes its only writer and owns `table.links`.
     grace_ns: how long a hidden block's memory stays untouched for readers that found it before. has_disk: blocks may
-    leave memory for a disk and stay visible (`cold`).
+    leave memory for a disk and stay visible (`cold`). decisions: where to write down what becomes of blocks.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Directory:
         policy: Callable[[LeafLinks], EvictionPolicy] = LruPolicy,
         role: ShardRole | None = None,
         has_disk: bool = False,
+        decisions: DecisionLog | None = None,
     ) -> None:
         limits = limits or Limits()
         self.table = table
@@ -84,7 +88,7 @@ class Directory:
         views = {name: as_memory(array).cast("I") for name, array in self.arrays.items()}
         self.parent, self.holds, self.last_use = views["parent"], views["holds"], views["last_use"]
         links = LeafLinks(views["prev"], views["next"], views["last_use"])
-        self.policy = policy(links)
+        self.ranking = Ranking(self, policy(links), decisions)
         self.leases = LeaseTable(limits.leases, limits.lease_keys, limits.lease_ttl_ns)
         self.leaving = LeavingList(grace_ns)
         self.parts = PartWriter(self, limits.writing)
@@ -156,7 +160,7 @@ class Directory:
 
     def next_ns(self) -> int | None:
         """When a Tick has something to do next; None: nothing waits."""
-        times = (self.leases.next_ns(), self.leaving.next_ns(), self.parts.writing.next_ns())
+        times = (self.leases.next_ns(), self.leaving.next_ns(), self.parts.writing.next_ns(), self.ranking.next_ns())
         return min((at for at in times if at is not None), default=None)
 
     def stats(self) -> Stats:
@@ -166,7 +170,7 @@ class Directory:
             bytes=self.bytes,
             slots_used=self.table.used,
             slots_capacity=self.table.capacity,
-            leaves=len(self.policy),
+            leaves=len(self.ranking),
             writing=len(self.parts.writing),
             leases=len(self.leases),
             leased_blocks=len(self.leases.pins),
@@ -196,7 +200,7 @@ class Directory:
     def hold(self, slot: int) -> None:
         """One more thing keeps this block from being evicted."""
         if not self.holds[slot]:
-            self.policy.remove(slot)
+            self.ranking.remove(slot)
         self.holds[slot] += 1
 
     def unhold(self, slot: int) -> None:
@@ -204,7 +208,7 @@ class Directory:
         left = self.holds[slot] - 1
         self.holds[slot] = left
         if not left:
-            self.policy.readmit(slot)
+            self.ranking.readmit(slot)
 
     def leave_parent(self, slot: int) -> None:
         """A visible block that has a parent goes: that is held by one less."""
@@ -217,8 +221,7 @@ class Directory:
         """A block has become visible. Its hold on its parent is the caller's to make."""
         self.parent[slot] = parent_slot & NONE
         self.holds[slot] = 0
-        self.last_use[slot] = self.clock(now_ns)
-        self.policy.add(slot)
+        self.ranking.came([slot], now_ns)
         self.elsewhere.arrived((slot,))
         self.blocks += 1
         self.bytes += length
@@ -226,9 +229,7 @@ class Directory:
 
     def arrived_all(self, slots: list[int], nbytes: int, now_ns: int) -> None:
         """Blocks have become visible that something holds; the caller has set what and their parents."""
-        clock, last_use = self.clock(now_ns), self.last_use
-        for slot in slots:
-            last_use[slot] = clock
+        self.ranking.came(slots, now_ns)
         self.blocks += len(slots)
         self.bytes += nbytes
         self.totals["stored"] += len(slots)
@@ -263,7 +264,7 @@ class Directory:
             status=marks,
         )
         self.generation += len(status)
-        clock, parent, holds, last_use = self.clock(now_ns), self.parent, self.holds, self.last_use
+        parent, holds = self.parent, self.holds
         stored: list[int] = []
         before = -1
         for state, slot, above in zip(status.tolist(), slots.tolist(), parents.tolist(), strict=True):
@@ -271,17 +272,15 @@ class Directory:
                 continue
             parent[slot] = above & NONE
             holds[slot] = 0
-            last_use[slot] = clock
             stored.append(slot)
             if above >= 0:
                 if above != before and not holds[above]:
-                    self.policy.remove(above)
+                    self.ranking.remove(above)
                 holds[above] += 1
             before = slot
         self.elsewhere.arrived(stored)
-        for slot in stored:
-            if not holds[slot]:
-                self.policy.add(slot)
+        if stored:
+            self.ranking.came(stored, now_ns)
         if self.cold.is_on:
             self.cold.arrived(stored)
         self.blocks += len(stored)
@@ -296,11 +295,9 @@ class Directory:
         return [-1 if slot >= 0 and is_derived(slot) else slot for slot in slots]
 
     def _touch(self, event: ev.Touch, now_ns: int) -> ev.Done:
-        clock, last_use, holds = self.clock(now_ns), self.last_use, self.holds
         slots = [slot for slot in self._visible(event.keys) if slot >= 0]
-        for slot in slots:
-            last_use[slot] = clock
-        self.policy.touch([slot for slot in slots if not holds[slot]])
+        if slots:
+            self.ranking.used(slots, now_ns)
         return ev.Done(bool(slots))
 
     def _lease(self, event: ev.Lease, now_ns: int) -> ev.LeaseReply:
@@ -354,13 +351,13 @@ class Directory:
         codes = np.array([_deleted(slot, done) for slot in slots], np.uint8)
         if any(self.durable.is_durable(slot) for slot in gone):
             return ev.DeleteReply(codes, *self.durable.delete(gone, event.log))
-        self.leave(gone, now_ns)
+        self.leave(gone, now_ns, "deleted")
         self.totals["deleted"] += len(gone)
         return ev.DeleteReply(codes)
 
     def _settle(self, event: ev.Settle, now_ns: int) -> ev.SettleReply:
         reply = self.durable.settle(event, now_ns)
-        self.leave(reply.going, now_ns)
+        self.leave(reply.going, now_ns, "deleted")
         self.totals["deleted"] += len(reply.going)
         return reply
 
@@ -385,12 +382,20 @@ class Directory:
         return held - (pins.get(self.words.generation(slot), 0) if pins else 0)
 
     def depart(
-        self, slot: int, extents: list[ev.Extent], hide: list[int], now_ns: int, doomed: Collection[int] = ()
+        self,
+        slot: int,
+        extents: list[ev.Extent],
+        hide: list[int],
+        now_ns: int,
+        doomed: Collection[int] = (),
+        *,
+        is_evicted: bool = True,
     ) -> int:
         """Everything about one block's going but hiding its slots, which come to `hide`, and counting; its bytes.
 
         doomed: blocks that go in the same call, so that it doesn't matter what holds them.
         """
+        self.ranking.left(slot, is_evicted=is_evicted)
         single = self.words.single(slot)
         found, numbers = ([single], [slot]) if single is not None else self.whole(slot)
         hide += numbers
@@ -409,14 +414,16 @@ class Directory:
             extents += found
         return single[2] if single is not None else sum(length for _, _, length in found)
 
-    def leave(self, gone: list[int], now_ns: int) -> None:
+    def leave(self, gone: list[int], now_ns: int, reason: str, *, is_evicted: bool = False) -> None:
         """Hide these blocks, in an order where children come before parents."""
+        self.ranking.settle(now_ns)
         extents: list[ev.Extent] = []
         hide: list[int] = []
         doomed = set(gone)
         for slot in gone:
-            self.policy.remove(slot)
-            self.bytes -= self.depart(slot, extents, hide, now_ns, doomed)
+            self.ranking.remove(slot)
+            self.ranking.decided(slot, Verdict.DROP, reason, now_ns)
+            self.bytes -= self.depart(slot, extents, hide, now_ns, doomed, is_evicted=is_evicted)
         self.blocks -= len(gone)
         self.hide(hide, extents, now_ns)
 
@@ -428,7 +435,7 @@ class Directory:
             self.leaving.add(extents, now_ns)
 
     def _lost(self, event: ev.Lost, now_ns: int) -> ev.RemovedReply:
-        reply = lose(self, set(event.regions), now_ns)
+        reply = lose(self, set(event.regions), now_ns, "a node with a part of it is gone")
         self.blocks -= reply.blocks
         self.bytes -= reply.bytes
         self.totals["lost"] += reply.blocks
@@ -436,17 +443,18 @@ class Directory:
 
     def _drop(self, event: ev.Drop, now_ns: int) -> ev.RemovedReply:
         slots = [slot for slot in self.table.find(event.keys).tolist() if slot >= 0]
-        return self.drop_slots(slots, now_ns) if slots else ev.RemovedReply(0, 0)
+        return self.drop_slots(slots, now_ns, DAMAGED) if slots else ev.RemovedReply(0, 0)
 
-    def drop_slots(self, slots: list[int], now_ns: int) -> ev.RemovedReply:
+    def drop_slots(self, slots: list[int], now_ns: int, reason: str, *, is_evicted: bool = False) -> ev.RemovedReply:
         """Hide these slots' blocks and all descendants, whatever holds them."""
-        reply = lose(self, set(), now_ns, slots)
+        reply = lose(self, set(), now_ns, reason, slots, is_evicted=is_evicted)
         self.blocks -= reply.blocks
         self.bytes -= reply.bytes
         self.totals["lost"] += reply.blocks
         return reply
 
     def _tick(self, event: ev.Tick, now_ns: int) -> ev.Done:
+        self.ranking.settle(now_ns)
         self._unpin(self.leases.expire(now_ns))
         self.parts.reap(now_ns)
         self.elsewhere.expire(now_ns)

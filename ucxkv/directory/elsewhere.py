@@ -362,7 +362,7 @@ class Elsewhere:
         directory = self._directory
         directory.parts.drop(child, now_ns)
         if known.slot >= 0:
-            directory.drop_slots([known.slot], now_ns)
+            directory.drop_slots([known.slot], now_ns, "its parent in another shard is gone")
         else:
             self._forget(child, known)
 

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from ucxkv.directory.events import Evict, Extent, RemovedReply
+from ucxkv.policy.cost import Verdict
 
 if TYPE_CHECKING:
     from ucxkv.directory.core import Directory
@@ -21,7 +22,9 @@ def evict(directory: Directory, event: Evict, now_ns: int) -> RemovedReply:
     hide: list[int] = []
     passed: list[int] = []
     uprooted: list[int] = []
-    policy, cold = directory.policy, directory.cold
+    ranking, policy, cold = directory.ranking, directory.ranking.policy, directory.cold
+    ranking.settle(now_ns)
+    reason = f"memory was needed: {policy.rule}"
     size = blocks = demoted = 0
     for _ in range(event.limit):
         slot = policy.pop() if size + demoted < event.bytes_needed else -1
@@ -30,6 +33,7 @@ def evict(directory: Directory, event: Evict, now_ns: int) -> RemovedReply:
         if event.regions is not None and not _is_in(directory, slot, event.regions):
             passed.append(slot)
         elif cold.is_on and cold.copy[slot]:
+            ranking.decided(slot, Verdict.DEMOTE, reason, now_ns)
             demoted += cold.demote(slot, extents)
         elif not event.is_hiding:
             passed.append(slot)
@@ -39,6 +43,7 @@ def evict(directory: Directory, event: Evict, now_ns: int) -> RemovedReply:
             uprooted.append(slot)  # with what is below it on disk, which nobody could find any more
             size += directory.words.extent(slot)[2]
         else:
+            ranking.decided(slot, Verdict.DROP, reason, now_ns)
             size += directory.depart(slot, extents, hide, now_ns)
             blocks += 1
     for slot in reversed((*passed, *uprooted)):
@@ -48,7 +53,7 @@ def evict(directory: Directory, event: Evict, now_ns: int) -> RemovedReply:
     directory.blocks -= blocks
     directory.bytes -= size
     if uprooted:
-        gone = directory.drop_slots(uprooted, now_ns)
+        gone = directory.drop_slots(uprooted, now_ns, reason, is_evicted=True)
         blocks, size = blocks + gone.blocks, size + gone.bytes
     directory.totals["evicted"] += blocks
     return RemovedReply(blocks, size, demoted=demoted)

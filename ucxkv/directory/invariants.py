@@ -89,13 +89,7 @@ def _check_holds(directory: Directory, visible: set[int], blocks: set[int]) -> N
     for slot in blocks:
         holds[slot] += directory.leases.pins.get(directory.words.generation(slot), 0)
         assert directory.holds[slot] & ~(DURABLE | COLD) == holds[slot], "holds"
-    leaves = directory.policy.leaves()
-    assert len(leaves) == len(set(leaves)) == len(directory.policy)
-    assert set(leaves) == {slot for slot in blocks if not directory.holds[slot]}, (
-        "the leaves are not what nothing holds"
-    )
-    prev = directory.arrays["prev"]
-    assert not any(prev[slot] for slot in range(directory.table.capacity) if slot not in set(leaves))
+    directory.ranking.check(blocks)
 
 
 def _check_durable(directory: Directory, blocks: set[int]) -> None:

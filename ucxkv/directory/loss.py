@@ -20,13 +20,21 @@ if TYPE_CHECKING:
     from ucxkv.directory.core import Directory
 
 
-def lose(directory: Directory, regions: set[int], now_ns: int, slots: Sequence[int] = ()) -> RemovedReply:
+def lose(
+    directory: Directory,
+    regions: set[int],
+    now_ns: int,
+    reason: str,
+    slots: Sequence[int] = (),
+    *,
+    is_evicted: bool = False,
+) -> RemovedReply:
     """Hide every block with a part in these regions or in these slots and all descendants, deepest first.
 
     Extents outside the lost regions leave in good order.
 
     Gives up the writing of blocks with a sealed part there or below what is hidden. Counters are the caller's to
-    adjust.
+    adjust. reason, is_evicted: what the policy and its log are told.
     """
     table, arrays = directory.table, directory.arrays
     records = table.records[: table.fresh]
@@ -40,11 +48,10 @@ def lose(directory: Directory, regions: set[int], now_ns: int, slots: Sequence[i
     gone = with_descendants(parents, marked)
     blocks, derived = gone[~is_derived[gone]], gone[is_derived[gone]]
     order = np.concatenate([blocks, derived])
+    directory.ranking.gone(blocks, now_ns, reason, is_evicted=is_evicted)
     directory.elsewhere.gone(blocks)
 
     left = directory.durable.gone(blocks.tolist())
-    for slot in blocks[arrays["prev"][blocks] != 0].tolist():
-        directory.policy.remove(slot)
     is_gone = np.zeros(len(records) + 1, np.bool_)
     is_gone[blocks] = True
     above = np.minimum(parents[blocks], np.uint32(len(records)))

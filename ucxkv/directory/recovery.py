@@ -39,9 +39,9 @@ def restore(directory: Directory, rows: Records, status: U8, now_ns: int) -> U8:
     stored = out == PutStatus.STORED
     mine, over = slots[stored], above[stored]
     arrays["parent"][mine] = over.astype(np.uint32)  # -1 is NONE
-    arrays["last_use"][mine] = directory.clock(now_ns)
     arrays["holds"][mine] = DURABLE
     np.add.at(arrays["holds"], over[over >= 0], np.uint32(1))
+    directory.ranking.came_held(mine.astype(np.int64), now_ns)
     directory.blocks += len(mine)
     directory.durable.blocks += len(mine)
     directory.bytes += nbytes

@@ -49,9 +49,8 @@ def withdraw(directory: Directory, event: Withdraw, now_ns: int) -> WithdrawRepl
     kept, freed = order[is_kept[order]], order[~is_kept[order]]
     busy_until_ns = _let_leases_run_out(directory, kept, now_ns)
 
+    directory.ranking.gone(blocks, now_ns, "another node leads its shard now")
     directory.elsewhere.gone(blocks)
-    for slot in blocks[arrays["prev"][blocks] != 0].tolist():
-        directory.policy.remove(slot)
     directory.cold.gone(blocks, now_ns)
     send_off(directory, freed, set(), now_ns)
     lengths = table.records["length"]

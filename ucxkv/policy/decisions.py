@@ -7,7 +7,7 @@ Recording costs a tuple and two dictionary writes and never fails, so that it ma
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ucxkv.errors import UsageError
 from ucxkv.policy.base import TICKS_PER_S
@@ -16,10 +16,11 @@ from ucxkv.policy.cost import Verdict
 __all__ = ["Decision", "DecisionLog"]
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """One decision. worth: seconds saved a second by keeping the block in its old tier, or, for a promotion, in its new
-    one; price: what the tier asked for that place then. from_tier, to_tier: names, "" for none."""
+class Decision(NamedTuple):
+    """One decision. now: when, in ticks. worth: seconds saved a second by keeping the block in its old tier, or, for a
+    promotion, in its new one; price: what the tier asked for that place then; both 0 from a policy that knows only an
+    order. from_tier, to_tier: names, "" for none. age: ticks since the block was used last; hazard: uses a second that
+    were expected of it."""
 
     now: int
     key: bytes
@@ -29,6 +30,8 @@ class Decision:
     worth: float
     price: float
     reason: str
+    age: int = 0
+    hazard: float = 0.0
 
     def __str__(self) -> str:
         way = f"{self.from_tier or 'nowhere'} -> {self.to_tier or 'nowhere'}"

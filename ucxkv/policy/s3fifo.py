@@ -7,7 +7,8 @@ comes: its ancestors, which cannot be queued, are used at least as often and mov
 
 For the same reason a block that goes to main, being remembered, takes those above it along.
 
-A block that leaves memory for a slower tier is remembered where it is: on its way back it goes to main, as a ghost does.
+A block that leaves memory for a slower tier is remembered where it is: on its way back it goes to main, as a ghost
+does.
 
 Invariants: a block belongs to small or main from `enter` to `leave`, and counts there while it is in memory; each queue
 holds exactly its leaves; there are at most as many ghosts as slots. Every call is O(1) a block.

@@ -62,8 +62,8 @@ class TucPolicy:
         self._kids: npt.NDArray[np.uint8] = np.zeros(slots, np.uint8)
         self._classes: npt.NDArray[np.uint8] = np.zeros(slots, np.uint8)
         self._steps: npt.NDArray[np.uint8] = np.zeros(slots, np.uint8)
-        self._gains: npt.NDArray[np.float64] = np.zeros(slots)
-        self._positions: Positions = np.zeros(slots, np.int64)
+        self._gains: npt.NDArray[np.float32] = np.zeros(slots, np.float32)
+        self._positions: npt.NDArray[np.uint32] = np.zeros(slots, np.uint32)
         self._names: npt.NDArray[np.uint64] = np.zeros(slots, np.uint64)
         self._alive: npt.NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self._class, self._step = view_of(self._classes), view_of(self._steps)
@@ -163,7 +163,7 @@ class TucPolicy:
         self._classes[slots] = self._hits[slots] + _BRANCH * (self._kids[slots] >= _OFTEN)
 
     def _appraise(self, slots: Slots) -> None:
-        gains = np.maximum(self._gain(self._positions[slots]), 0.0)
+        gains = np.maximum(self._gain(self._positions[slots].astype(np.int64)), 0.0)
         self._gains[slots] = gains
         self._steps[slots] = np.minimum(_OCTAVE * np.log2(np.maximum(gains, _LEAST_S) / _LEAST_S), _STEPS - 1)
 
