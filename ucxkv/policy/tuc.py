@@ -13,15 +13,16 @@ least, as the hazard never rises with age, so only the heads of the queues are c
 and taken anew every second or `REFRESH` evictions. After a victim its parent, now a leaf, is nearly always worth no
 more than the victim was: it is then the next victim without any search. So a chain goes from its tail at O(1) a block.
 
-Invariants: `prev` holds queue + 1 for a leaf and 0 for others; each leaf is in its queue or is `_hot`; entries of a
-queue that no longer say the truth are skipped, and there are never more of them than of true ones, plus a constant;
-ghosts are in a ring of fixed size.
+Invariants: `prev` holds queue + 1 for a leaf and 0 for others; each leaf has its entry (`_entry` says in which queue)
+or is `_hot`; an entry's use is never later than the leaf's, so a use moves nothing: the entry is put right, or thrown
+away, when it comes to the head of its queue. Entries that are not their slot's any more are never more than those that
+are, plus a constant; ghosts are in a ring of fixed size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import cast
 
 import numpy as np
@@ -45,17 +46,22 @@ Gain = Callable[[Positions], npt.NDArray[np.float64]]
 
 
 class TucPolicy:
-    """See the module. ghosts_max: evicted blocks remembered; default two for each slot."""
+    """See the module. ghosts_max: evicted blocks remembered; default two for each slot. sample_max: a lesson looks at
+    so many blocks that wait, evenly taken, and takes that much longer: some 10 ms at the default.
+    """
 
     rule = "saves least prefill time"
 
-    def __init__(self, links: LeafLinks, gain: Gain, ghosts_max: int | None = None) -> None:
+    def __init__(
+        self, links: LeafLinks, gain: Gain, ghosts_max: int | None = None, *, sample_max: int = _SAMPLE_MAX
+    ) -> None:
         slots = len(links.prev)
         self.now = 0
         self.water = 0.0
         """Worth of what was evicted last, seconds saved per second: what a place in this tier costs just now."""
         self.hazard = HazardTable(_CLASSES)
         self._gain = gain
+        self._sample_max = sample_max
         self._leaf, self._last_use = links.prev, links.last_use
         self._last: npt.NDArray[np.uint32] = np.frombuffer(links.last_use, np.uint32)
         self._hits: npt.NDArray[np.uint8] = np.zeros(slots, np.uint8)
@@ -71,10 +77,11 @@ class TucPolicy:
         self._hit, self._kid = view_of(self._hits), view_of(self._kids)
         self._is_alive = view_of(self._alive)
         self._gain_of = cast("memoryview[float]", view_of(self._gains))
+        self._entry = view_of(np.zeros(slots, np.uint16))
         self._forgotten: list[tuple[int, int]] = []
         self._ghosts = Ghosts(2 * slots if ghosts_max is None else ghosts_max)
         self._queues: dict[int, list[tuple[int, int, int]]] = {}
-        self._entries = self._count = 0
+        self._entries = self._own = self._count = 0
         self._hot, self._hot_worth = -1, 0.0
         self._order: list[tuple[float, int, int, int]] = []
         self._order_time, self._order_pops, self._water_time = 0, 0, -1
@@ -136,10 +143,11 @@ class TucPolicy:
         """Nothing, see `cool`."""
 
     def reprice(self, gain: Gain) -> None:
-        """Take a new cost model: every gain is computed anew."""
+        """Take a new cost model: every gain is computed anew. A leaf changes queues when it is looked at next."""
         self._gain = gain
         self._appraise(np.flatnonzero(self._alive))
-        self._requeue()
+        self._order.clear()
+        self._water_time = -1
 
     def worth(self, slot: int) -> float:
         """What keeping this block earns now, prefill seconds saved per second."""
@@ -173,7 +181,7 @@ class TucPolicy:
             return
         self._events = 0
         there = np.flatnonzero(self._alive)
-        stride = 1 + len(there) // _SAMPLE_MAX
+        stride = 1 + len(there) // self._sample_max
         there = there[::stride]
         used, kinds = self._ghosts.waiting(stride)
         ages = np.concatenate([self.now - self._last[there].astype(np.int64), self.now - used])
@@ -244,16 +252,23 @@ class TucPolicy:
         return self._class[slot] * _STEPS + self._step[slot]
 
     def _push(self, slot: int) -> None:
+        self._enqueue(slot)
+        if self._entries > 2 * self._own + _SLACK:
+            self._requeue()
+
+    def _enqueue(self, slot: int) -> None:
         number = self._queue(slot)
         self._leaf[slot] = number + 1
+        if self._entry[slot] == number + 1:
+            return
+        self._own += not self._entry[slot]
+        self._entry[slot] = number + 1
         queue = self._queues.setdefault(number, [])
         used = self._last_use[slot]
         heappush(queue, (used, -self._position[slot], slot))
         self._entries += 1
         if self._order and queue[0][2] == slot:
             heappush(self._order, (self.worth(slot), used, slot, number))
-        if self._entries > 2 * self._count + _SLACK:
-            self._requeue()
 
     def _cool(self) -> None:
         """Queue the block that was to be the next victim: time has passed, or others come before it."""
@@ -262,16 +277,30 @@ class TucPolicy:
             self._push(slot)
 
     def _head(self, number: int) -> tuple[int, int, int] | None:
-        """The oldest true entry of a queue."""
+        """The oldest entry of a queue, put right."""
         queue = self._queues.get(number)
         while queue:
-            head = queue[0]
-            slot = head[2]
-            if self._leaf[slot] == number + 1 and self._last_use[slot] == head[0] and slot != self._hot:
-                return head
-            heappop(queue)
-            self._entries -= 1
+            slot = queue[0][2]
+            if self._entry[slot] != number + 1:  # its slot has another entry elsewhere
+                heappop(queue)
+                self._entries -= 1
+            elif not self._leaf[slot] or slot == self._hot:
+                self._drop_head(queue)
+            elif self._queue(slot) != number:  # it was appraised anew
+                self._drop_head(queue)
+                self._enqueue(slot)
+            else:
+                true = (self._last_use[slot], -self._position[slot], slot)
+                if queue[0] == true:
+                    return true
+                heapreplace(queue, true)
         return None
+
+    def _drop_head(self, queue: list[tuple[int, int, int]]) -> None:
+        """Take out the head of a queue, which is its slot's entry."""
+        self._entry[heappop(queue)[2]] = 0
+        self._entries -= 1
+        self._own -= 1
 
     def _least(self) -> int:
         """Take the entry of the leaf that is worth least out of its queue."""
@@ -286,8 +315,7 @@ class TucPolicy:
                 continue
             is_true = head[2] == slot and head[0] == used
             if is_true:
-                heappop(self._queues[number])
-                self._entries -= 1
+                self._drop_head(self._queues[number])
                 head = self._head(number)
             if head is not None:
                 heappush(order, (self.worth(head[2]), head[0], head[2], number))
@@ -297,6 +325,9 @@ class TucPolicy:
 
     def _refresh(self) -> None:
         """The heads of all queues, by what they are worth now."""
+        self._order.clear()
+        for number in sorted(self._queues):
+            self._head(number)  # may put leaves into other queues, rightly
         heads = [(head, number) for number in sorted(self._queues) if (head := self._head(number)) is not None]
         self._queues = {number: self._queues[number] for _, number in heads}
         self._order[:] = [(self.worth(head[2]), head[0], head[2], number) for head, number in heads]
@@ -309,10 +340,11 @@ class TucPolicy:
         self._order.clear()
         self._hot = -1
         leaves = np.flatnonzero(np.frombuffer(self._leaf, np.uint32)).tolist()
-        self._entries = len(leaves)
+        self._entries = self._own = len(leaves)
+        self._entry = view_of(np.zeros(len(self._leaf), np.uint16))
         for slot in leaves:
             number = self._queue(slot)
-            self._leaf[slot] = number + 1
+            self._leaf[slot] = self._entry[slot] = number + 1
             self._queues.setdefault(number, []).append((self._last_use[slot], -self._position[slot], slot))
         for queue in self._queues.values():
             heapify(queue)
