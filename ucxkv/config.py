@@ -34,6 +34,7 @@ __all__ = ["TOKEN_VARIABLE", "load_config", "node_config", "token_from"]
 TOKEN_VARIABLE = "UCXKV_TOKEN"
 _FIELDS = {field.name for field in dataclasses.fields(NodeConfig)}
 _HUGE_PAGES = ("auto", "never", "require")
+_POLICIES = ("tuc", "s3fifo", "lru")
 _IO_ENGINES = ("auto", "io_uring", "threads")
 _DURABILITIES = ("memory", "process", "power")
 _HOST_BYTES_MIN = 1 << 20
@@ -152,6 +153,12 @@ def _check(config: NodeConfig, origin: Mapping[str, str]) -> None:
     ports = config.data_ports()
     if isinstance(config.numa, int) and config.numa < 0:
         raise refuse("numa", config.numa, "auto, off, or a NUMA node's number")
+    if config.policy not in _POLICIES:
+        raise refuse("policy", config.policy, " | ".join(_POLICIES))
+    if not 0 < config.prefill_tokens_s < float("inf"):
+        raise refuse("prefill_tokens_s", config.prefill_tokens_s, "tokens a second, more than 0")
+    if config.block_tokens < 1:
+        raise refuse("block_tokens", config.block_tokens, "1 or more")
     for key in ("grace_ms", "slots_count", "disk_wait_ms"):
         if getattr(config, key) < 0:
             raise refuse(key, getattr(config, key), "0 or more")

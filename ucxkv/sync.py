@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         Client,
         Connect,
         ConnectionInfo,
+        Explanation,
         GetResult,
         KeyInfo,
         Lease,
@@ -240,6 +241,10 @@ class SyncClient:
     def status(self) -> list[NodeStatus]:
         """A report of every reachable node."""
         return self._run(self._client.status())
+
+    def explain(self, key: bytes) -> list[Explanation]:
+        """See Client.explain."""
+        return self._run(self._client.explain(key))
 
     def connections(self) -> list[ConnectionInfo]:
         """See Client.connections."""

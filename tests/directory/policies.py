@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +82,9 @@ class WatchedPolicy:
 
     def pop(self) -> int:
         return self.lru.pop()
+
+    def put_back(self, slots: Sequence[int]) -> None:
+        self.lru.put_back(slots)
 
     def rate(self, slot: int) -> Rating:
         assert slot in self.known

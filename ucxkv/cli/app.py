@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ucxkv.cli import data, doctor, drain, elect, node, objects, perf, simulate, topo
+from ucxkv.cli import data, doctor, drain, elect, explain, node, objects, perf, simulate, topo
 from ucxkv.errors import SetupError, UcxKvError, Unavailable, UsageError
 
 __all__ = ["app", "run"]
@@ -30,6 +30,7 @@ app.command("get")(data.get)
 app.command("ls")(data.ls)
 app.command("rm")(data.rm)
 app.add_typer(objects.app, name="object")
+app.command("explain")(explain.explain)
 app.command("perf")(perf.perf)
 app.command("doctor")(doctor.doctor)
 app.command("topo")(topo.topo)

@@ -60,6 +60,9 @@ def node(
         int | None, typer.Option("--disk-channels", help="Length of blocks' last axis; int8 needs it.")
     ] = None,
     io_engine: Annotated[str | None, typer.Option("--io-engine", help="auto, io_uring or threads.")] = None,
+    policy: Annotated[
+        str | None, typer.Option("--policy", help="What leaves memory first: tuc, s3fifo or lru.")
+    ] = None,
     join: Annotated[list[str] | None, typer.Option("--join", help="Address of a node to join; repeatable.")] = None,
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="Control plane: sqlite:///PATH or etcd://HOST:2379/NAME.")
@@ -114,6 +117,7 @@ def node(
         "disk_tokens": disk_tokens,
         "disk_channels": disk_channels,
         "io_engine": io_engine,
+        "policy": policy,
         "join": tuple(join) if join else None,
         "cluster": cluster,
         "cluster_lease_ms": cluster_lease_ms,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ucxkv.client.client import Client
 from ucxkv.client.connecting import Connect, connect
+from ucxkv.client.explaining import Explanation, PastDecision
 from ucxkv.client.holding import Lease, View
 from ucxkv.client.results import (
     ConnectionInfo,
@@ -25,12 +26,14 @@ __all__ = [
     "Connect",
     "ConnectionInfo",
     "DeleteStatus",
+    "Explanation",
     "GetResult",
     "KeyInfo",
     "Lease",
     "Match",
     "NodeStatus",
     "Part",
+    "PastDecision",
     "PathKind",
     "PeerInfo",
     "PutResult",

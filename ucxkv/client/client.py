@@ -14,6 +14,7 @@ import xxhash
 from ucxkv import errors
 from ucxkv.buffers import RegisteredBuffer
 from ucxkv.client.chains import ChainCalls
+from ucxkv.client.explaining import Explanation, explained_by
 from ucxkv.client.holding import Lease, View
 from ucxkv.client.mapped import MappedPath
 from ucxkv.client.reading import plan
@@ -257,6 +258,11 @@ class Client(ChainCalls):
                 for c in answer.connections
             ]
         return found
+
+    async def explain(self, key: bytes, *, deadline_s: float | None = None) -> list[Explanation]:
+        """Why the block is where it is, by every reachable node: of one that is gone, what befell it last."""
+        self._check()
+        return await explained_by(list(self._router.links.values()), as_key(key), self._deadline(deadline_s))
 
     async def list_keys(self, limit: int = 1000, *, deadline_s: float | None = None) -> list[KeyInfo]:
         """Up to `limit` visible blocks, in no particular order; blocks put or removed meanwhile may be missing."""

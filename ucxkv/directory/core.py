@@ -182,10 +182,15 @@ class Directory:
             **{f"{name}_total": count for name, count in self.totals.items()},
         )
 
+    @property
+    def side_bytes(self) -> int:
+        """Bytes of the arrays beside the table, without a learner's own."""
+        arrays = (*self.arrays.values(), *self.cold.arrays.values())
+        return self.ranking.depths.nbytes + sum(array.nbytes for array in arrays)
+
     def index_bytes_per_block(self) -> float:
-        """Bytes of index memory for each block the table can hold, the header page left out."""
-        side = sum(array.nbytes for array in self.arrays.values())
-        return (64 * (self.table.lines + self.table.capacity) + side) / self.table.capacity
+        """Bytes of index memory for each block the table can hold, the header page and a learner's own left out."""
+        return (64 * (self.table.lines + self.table.capacity) + self.side_bytes) / self.table.capacity
 
     def check(self) -> None:
         """Assert every invariant; slow, for tests and debug runs."""

@@ -46,8 +46,8 @@ def evict(directory: Directory, event: Evict, now_ns: int) -> RemovedReply:
             ranking.decided(slot, Verdict.DROP, reason, now_ns)
             size += directory.depart(slot, extents, hide, now_ns)
             blocks += 1
-    for slot in reversed((*passed, *uprooted)):
-        policy.readmit(slot)
+    policy.put_back(passed)
+    policy.put_back(uprooted)
     directory.hide(hide, extents, now_ns)
     size -= sum(directory.words.extent(slot)[2] for slot in uprooted)
     directory.blocks -= blocks

@@ -140,6 +140,13 @@ class Ranking:
             if not directory.holds[slot]:
                 self.policy.add(slot)
 
+    def is_wanted(self, slot: int) -> bool:
+        """Whether a block was used again since it came and is worth more than what left memory last. Of the past as
+        far as the policy has been told of it; never so with a policy that knows only an order of uses.
+        """
+        rating = self.policy.rate(slot)
+        return rating.uses > 0 and rating.worth >= rating.price and slot not in self._came
+
     # ---- what goes
 
     def cooled(self, slot: int) -> None:

@@ -64,6 +64,16 @@ class NodeConfig:
     """For int8, the length of a block's last axis: elements of a head, or of all heads of a token; needed."""
     io_engine: Literal["auto", "io_uring", "threads"] = "auto"
     """auto | io_uring | threads: how the folders are read and written. auto tries io_uring and says why not."""
+    policy: Literal["tuc", "s3fifo", "lru"] = "tuc"
+    """tuc | s3fifo | lru: what leaves memory first: what saves the least prefill time, what came first and was not used
+    since, what was used longest ago.
+    """
+    prefill_tokens_s: float = 12_500.0
+    """Tokens a second that the engines compute at the start of a prompt, for tuc: a model of 8 G parameters at 200
+    TFLOP/s. With a disk it decides which blocks are faster loaded than computed.
+    """
+    block_tokens: int = 16
+    """Tokens of a block, for tuc; the store itself sees bytes only."""
     state_dir: str = ""
     """Folder for the journal and what else outlives the process; needed unless durability is memory."""
     join: tuple[str, ...] = ()

@@ -160,6 +160,8 @@ class Requests:
                 return None
             case m.GetConnections():
                 return m.Connections(connections=self._node.connections())
+            case m.Explain():
+                return self._store.policy.explain(self._store.directory, request, now_ns)
             case m.ListKeys():
                 return self._store.list_keys(request)
             case m.GetStatus():

@@ -24,15 +24,15 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from ucxkv import errors
-from ucxkv.directory import Directory, PutStatus, SlotReader, SlotTable, events, table_bytes, tiering
+from ucxkv.directory import PutStatus, SlotReader, SlotTable, events, table_bytes, tiering
 from ucxkv.directory.cold import DISK_REGION, EXACT
 from ucxkv.directory.invariants import held_extents
 from ucxkv.node.adoption import Adoption
 from ucxkv.node.disk.numbers import NO_DISK
+from ucxkv.node.policy import NodePolicy
 from ucxkv.node.regions import RegionTable
 from ucxkv.node.serving import ServingLease
 from ucxkv.node.space import OWN_SEGMENT, Place, Space, u64, u64s
-from ucxkv.policy import LruPolicy
 from ucxkv.protocol import messages as m
 from ucxkv.tiers import copy as tier_copy
 from ucxkv.tiers.segments import HostSegment
@@ -94,9 +94,8 @@ class HostStore:
         self.table = SlotTable(self.table_segment.view, capacity, epoch=epoch, seed=secrets.randbits(64))
         self.space = Space(config, self.segment.size_bytes, self, None if memory is None else memory.ledger)
         self.slabs, self.grants = self.space.slabs, self.space.grants
-        self.directory = Directory(
-            self.table, policy=LruPolicy, grace_ns=config.grace_ms * 1_000_000, has_disk=bool(config.disk)
-        )
+        self.policy = NodePolicy(config)
+        self.directory = self.policy.directory(self.table, config)
         self.disk: DiskTier | None = None
         """The tier behind memory, while it is open."""
         self.serving = ServingLease(self.table, self.directory.reader)
@@ -444,15 +443,15 @@ class HostStore:
             "durable_blocks": stats.durable_blocks,
             "durable_bytes": stats.durable_bytes,
             "staged": stats.staged,
-            "index_bytes": self.table_bytes
-            + sum(a.nbytes for a in (*self.directory.arrays.values(), *self.directory.cold.arrays.values())),
+            "index_bytes": self.table_bytes + self.directory.side_bytes,
+            **self.policy.numbers(self.directory),
             **(self.disk.numbers() if self.disk is not None else NO_DISK),
         }
 
     def facts(self) -> dict[str, str]:
         """What kind of memory this is."""
-        facts = {"pages": self.segment.page_kind, "table_pages": self.table_segment.page_kind, "policy": "lru"}
-        return facts | (self.disk.facts() if self.disk is not None else {})
+        pages = {"pages": self.segment.page_kind, "table_pages": self.table_segment.page_kind}
+        return pages | self.policy.facts() | (self.disk.facts() if self.disk is not None else {})
 
     def place_of(self, key: bytes) -> Place | None:
         """Where the value of a block lies, when it is in this node's memory; asked of the table itself, so whether the

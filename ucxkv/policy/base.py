@@ -18,7 +18,7 @@ who came, who was used again, who left. Its keeper calls, in this order,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
@@ -91,6 +91,10 @@ class EvictionPolicy(Protocol):
 
     def pop(self) -> int:
         """Take out the leaf to evict next; -1 when there is none."""
+        ...
+
+    def put_back(self, slots: Sequence[int]) -> None:
+        """These leaves, popped in this order, stay after all."""
         ...
 
     def rate(self, slot: int) -> Rating:

@@ -14,7 +14,7 @@ next is begun.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ucxkv.policy.base import LeafLinks, Rating
 
@@ -77,6 +77,11 @@ class LruPolicy:
             self._oldest = younger
         self._count -= 1
         return slot
+
+    def put_back(self, slots: Sequence[int]) -> None:
+        """To the old end, in their order."""
+        for slot in reversed(slots):
+            self.readmit(slot)
 
     def rate(self, slot: int) -> Rating:
         """Nothing: the order is all there is."""

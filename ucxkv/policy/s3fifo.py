@@ -17,7 +17,7 @@ holds exactly its leaves; there are at most as many ghosts as slots. Every call 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -165,6 +165,11 @@ class S3FifoPolicy:
             use[slot] -= 1
             main[slot] = None
         return -1
+
+    def put_back(self, slots: Sequence[int]) -> None:
+        """To the front, in their order."""
+        for slot in reversed(slots):
+            self.readmit(slot)
 
     def rate(self, slot: int) -> Rating:
         """Its uses that count, at most three."""

@@ -21,8 +21,9 @@ are, plus a constant; ghosts are in a ring of fixed size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
 from typing import cast
 
 import numpy as np
@@ -47,13 +48,20 @@ Gain = Callable[[Positions], npt.NDArray[np.float64]]
 
 class TucPolicy:
     """See the module. ghosts_max: evicted blocks remembered; default two for each slot. sample_max: a lesson looks at
-    so many blocks that wait, evenly taken, and takes that much longer: some 10 ms at the default.
+    so many blocks that wait, evenly taken, and takes that much longer: some 10 ms at the default. young_ticks: blocks
+    used so lately go after all others, oldest first: whoever writes a chain piece by piece finds its end in place.
     """
 
     rule = "saves least prefill time"
 
     def __init__(
-        self, links: LeafLinks, gain: Gain, ghosts_max: int | None = None, *, sample_max: int = _SAMPLE_MAX
+        self,
+        links: LeafLinks,
+        gain: Gain,
+        ghosts_max: int | None = None,
+        *,
+        sample_max: int = _SAMPLE_MAX,
+        young_ticks: int = 0,
     ) -> None:
         slots = len(links.prev)
         self.now = 0
@@ -61,7 +69,7 @@ class TucPolicy:
         """Worth of what was evicted last, seconds saved per second: what a place in this tier costs just now."""
         self.hazard = HazardTable(_CLASSES)
         self._gain = gain
-        self._sample_max = sample_max
+        self._sample_max, self._young_ticks = sample_max, young_ticks
         self._leaf, self._last_use = links.prev, links.last_use
         self._last: npt.NDArray[np.uint32] = np.frombuffer(links.last_use, np.uint32)
         self._hits: npt.NDArray[np.uint8] = np.zeros(slots, np.uint8)
@@ -150,15 +158,22 @@ class TucPolicy:
         self._water_time = -1
 
     def worth(self, slot: int) -> float:
-        """What keeping this block earns now, prefill seconds saved per second."""
+        """What keeping this block earns now, prefill seconds saved per second; as much as can be while it is young."""
         age = max(0, self.now - self._last_use[slot])
+        if age < self._young_ticks:
+            return inf
         return self.hazard.rates[self._class[slot]][bucket_of(age)] * self._gain_of[slot]
 
     def rate(self, slot: int) -> Rating:
         """All that `worth` is made of."""
         age = max(0, self.now - self._last_use[slot])
         hazard, gain = self.hazard.rates[self._class[slot]][bucket_of(age)], self._gain_of[slot]
-        return Rating(hazard * gain, self.water, hazard, gain, self._hit[slot])
+        return Rating(hazard * gain, self.price, hazard, gain, self._hit[slot])
+
+    @property
+    def price(self) -> float:
+        """`water`; 0 when everything was young."""
+        return self.water if self.water < inf else 0.0
 
     def _tell_forgotten(self) -> None:
         """Their waits have ended without a use, as far as anybody will know."""
@@ -208,6 +223,11 @@ class TucPolicy:
             self._hot, self._hot_worth = slot, worth
         else:
             self._push(slot)
+
+    def put_back(self, slots: Sequence[int]) -> None:
+        """Queue them again; none is the next victim for having been one."""
+        for slot in slots:
+            self.add(slot)
 
     def remove(self, slot: int) -> None:
         """Take a leaf out; nothing happens when it isn't one."""

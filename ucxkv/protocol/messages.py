@@ -14,7 +14,7 @@ Release
 -> Done; Delete
 -> Statuses; ReadAt -> FoundAt |
 | client -> node | ListKeys -> KeyPage; GetStatus -> NodeReport; GetConnections -> Connections; GetRegions -> Regions;
-GetMembers, Join -> Members |
+Explain -> Explained; GetMembers, Join -> Members |
 | client -> node, one way | ChosenPath, Touch, Return, Damaged, Bye |
 | node -> node | Adopt, Values, HaveValues -> Statuses; Reclaim -> Done; one way: Surrender,
 Replicate, Lacks; for Values as a client also
@@ -38,6 +38,9 @@ from ucxkv.protocol.between_nodes import Surrender as Surrender
 from ucxkv.protocol.between_nodes import Values as Values
 from ucxkv.protocol.by_token import FoundAt as FoundAt
 from ucxkv.protocol.by_token import ReadAt as ReadAt
+from ucxkv.protocol.explaining import Explain as Explain
+from ucxkv.protocol.explaining import Explained as Explained
+from ucxkv.protocol.explaining import PastDecision as PastDecision
 
 
 class Failure(Message, frozen=True):

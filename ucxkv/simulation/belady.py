@@ -9,7 +9,7 @@ ones, plus a constant.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -67,6 +67,11 @@ class BeladyPolicy:
                 self._count -= 1
                 return slot
         return -1
+
+    def put_back(self, slots: Sequence[int]) -> None:
+        """Leaves again."""
+        for slot in slots:
+            self.add(slot)
 
     def rate(self, slot: int) -> Rating:
         """Nothing: the order is all there is."""

@@ -130,11 +130,13 @@ class Promoter:
                 del self._coming[key]
 
     async def _read(self, todo: list[_Coming]) -> None:
+        began = time.perf_counter()
         try:
             found = await self._fetcher.fetch([each.wanted for each in todo])
         except BaseException:
             self._give_back([each.offset for each in todo])
             raise
+        seconds = time.perf_counter() - began
         good: list[_Coming] = []
         failed: list[tuple[bytes, int, TierError]] = []
         for each, why in zip(todo, found, strict=True):
@@ -154,6 +156,8 @@ class Promoter:
             )
             taken = self._store.handle(event, time.monotonic_ns()).taken.tobytes()
             self.counts["disk_reads"] += len(good)
+            nbytes = sum(each.wanted.place.length for each in good)
+            self._store.policy.disk_read(self._store.directory, nbytes, seconds)
         kept = {each.offset for each, one in zip(good, taken, strict=True) if one}
         self.in_hand -= kept
         self._give_back([each.offset for each in todo if each.offset not in kept])

@@ -196,9 +196,11 @@ class DiskTier:
         return (slot, handle) if handle and self.places.place(handle) == place else (-1, 0)
 
     def _is_hot(self, key: bytes, place: Place) -> bool:
-        """Whether chains go on below a block: without it all of them would be lost, and it is what they share."""
+        """Whether chains go on below a block: without it all of them would be lost, and it is what they share; or the
+        policy would rather have it in memory than what it evicted last."""
         slot, _ = self._copy_at(key, place)
-        return slot >= 0 and self._store.directory.children(slot) > 0
+        directory = self._store.directory
+        return slot >= 0 and (directory.children(slot) > 0 or directory.ranking.is_wanted(slot))
 
     def _moved(self, key: bytes, old: Place, new: Place) -> None:
         slot, handle = self._copy_at(key, old)
