@@ -253,14 +253,14 @@ class Ranking:
 
     def decided(self, slot: int, verdict: Verdict, reason: str, now_ns: int) -> None:
         """Write down what happens to this block, while it is still in the table and before it moves."""
-        if self.decisions is None:
+        log, directory = self.decisions, self._directory
+        if log is None:
             return
-        directory = self._directory
         clock = directory.clock(now_ns)
         tier = "nvme" if directory.cold.is_cold(slot) else "host"
-        to = {Verdict.DEMOTE: "nvme", Verdict.PROMOTE: "host"}.get(verdict, "")
+        to = "" if verdict is Verdict.DROP else "nvme" if verdict is Verdict.DEMOTE else "host"
         worth, price, hazard, _, _ = self.policy.rate(slot)
         age = max(0, clock - directory.last_use[slot])
-        self.decisions.record(
-            Decision(clock, directory.words.key(slot), verdict, tier, to, worth, price, reason, age, hazard)
-        )
+        key = directory.words.key(slot)
+        # as Decision(...), at half the cost: this is done for each block that goes
+        log.record(tuple.__new__(Decision, (clock, key, verdict, tier, to, worth, price, reason, age, hazard)))

@@ -67,6 +67,9 @@ class Rating(NamedTuple):
     uses: int = 0
 
 
+UNRATED = Rating()
+
+
 class EvictionPolicy(Protocol):
     """Keeps the leaves and says which of them goes next."""
 

@@ -16,6 +16,9 @@ from ucxkv.policy.cost import Verdict
 __all__ = ["Decision", "DecisionLog"]
 
 
+_VERDICTS = (Verdict.DROP, Verdict.DEMOTE, Verdict.PROMOTE, Verdict.KEEP)
+
+
 class Decision(NamedTuple):
     """One decision. now: when, in ticks. worth: seconds saved a second by keeping the block in its old tier, or, for a
     promotion, in its new one; price: what the tier asked for that place then; both 0 from a policy that knows only an
@@ -40,16 +43,21 @@ class Decision(NamedTuple):
 
 
 class DecisionLog:
-    """See the module. counts: decisions by verdict since the start, also of those no longer kept."""
+    """See the module."""
 
     def __init__(self, capacity: int = 65_536) -> None:
         if capacity < 1:
             raise UsageError(f"a log of {capacity} decisions; keep one at least")
         self.capacity = capacity
-        self.counts: Counter[Verdict] = Counter()
+        self._counts = [0] * len(_VERDICTS)
         self._ring: list[tuple[Decision, int] | None] = [None] * capacity
         self._newest: dict[bytes, int] = {}
         self._next = 0
+
+    @property
+    def counts(self) -> Counter[Verdict]:
+        """Decisions by verdict since the start, also of those no longer kept."""
+        return Counter({verdict: count for verdict, count in zip(_VERDICTS, self._counts, strict=True) if count})
 
     def __len__(self) -> int:
         return min(self._next, self.capacity)
@@ -64,7 +72,11 @@ class DecisionLog:
         self._ring[place] = (decision, self._newest.get(decision.key, -1))
         self._newest[decision.key] = number
         self._next += 1
-        self.counts[decision.verdict] += 1
+        verdict = decision.verdict
+        for at, one in enumerate(_VERDICTS):  # by identity: an enum's hash is a call into Python
+            if one is verdict:
+                self._counts[at] += 1
+                return
 
     def of(self, key: bytes) -> list[Decision]:
         """What was decided about this key, the newest first."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ucxkv.policy.base import LeafLinks, Rating
+from ucxkv.policy.base import UNRATED, LeafLinks, Rating
 
 WALK = 64
 _FIRST = 1
@@ -85,7 +85,7 @@ class LruPolicy:
 
     def rate(self, slot: int) -> Rating:
         """Nothing: the order is all there is."""
-        return Rating()
+        return UNRATED
 
     def leaves(self) -> list[int]:
         """All leaves, oldest first."""
