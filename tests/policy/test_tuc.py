@@ -132,3 +132,68 @@ def test_the_ring_of_ghosts_forgets_the_oldest_and_each_once() -> None:
     assert len(ghosts) == 1
     assert ghosts.waiting(1)[0].tolist() == [30]
     assert Ghosts(0).put(1, 5, 0, 0, 2) == (5, 2)
+
+
+def test_leaves_of_a_new_cost_model_each_go_once_and_the_cheapest_first() -> None:
+    """Goal: `reprice` rebuilds nothing at once and loses nothing. Method: 200 leaves of one age, repriced to the
+    opposite order, some used meanwhile; all go, each once, and of those not used again the worth never falls by more
+    than a queue's rounding (1/8 octave)."""
+    cache = Cache(200, 2, lambda links: TucPolicy(links, lambda places: 1.0 + places))
+    policy, residents = cache.residents.policy, cache.residents
+    assert isinstance(policy, TucPolicy)
+    for name in range(200):
+        residents.insert(-1, np.array([name], np.uint64), np.array([name], np.int64), 100)
+    policy.reprice(lambda places: 201.0 - places)
+    residents.use(np.array([3, 50], np.int64), 900)
+    policy.tick(1000)
+    gone = []
+    while (slot := policy.pop()) >= 0:
+        gone.append((slot, policy.water))
+        residents.hold(slot)
+    assert sorted(slot for slot, _ in gone) == list(range(200))
+    rest = [worth for slot, worth in gone if slot not in (3, 50)]
+    assert all(after > before / 2**0.13 for before, after in pairwise(rest))
+
+
+def test_a_use_costs_no_entry() -> None:
+    """Goal: bounded queues. Method: 50 leaves that are used 10,000 times over; few entries, and the order is right."""
+    cache = Cache(50, 2, lambda links: TucPolicy(links, flat))
+    policy = cache.residents.policy
+    assert isinstance(policy, TucPolicy)
+    for name in range(50):
+        cache.residents.insert(-1, np.array([name], np.uint64), np.array([0], np.int64), 100)
+    for now in range(200, 40_200, 4):
+        cache.residents.use(np.array([now // 4 % 50], np.int64), now)
+    assert policy._entries <= 50 * 3
+    oldest = min(range(50), key=lambda slot: int(cache.residents.last_use[slot]))
+    policy.tick(41_000)
+    assert policy.worth(policy.pop()) == policy.worth(oldest)
+    assert policy._entries <= 50 * 3
+
+
+def test_young_blocks_go_last_and_in_order() -> None:
+    """Goal: the end of a chain that is being written stays. Method: cheap blocks used just now against dear old ones;
+    when only young ones are left, the oldest goes first and the price is that of what was not young."""
+    cache = Cache(8, 2, lambda links: TucPolicy(links, lambda places: 1.0 + places, young_ticks=200))
+    policy, residents = cache.residents.policy, cache.residents
+    assert isinstance(policy, TucPolicy)
+    for name, (place, now) in enumerate(((9000, 0), (0, 950), (500, 900), (100, 980))):
+        residents.insert(-1, np.array([name], np.uint64), np.array([place], np.int64), now)
+    policy.tick(1000)
+    assert [residents.evict() for _ in range(4)] == [0, 2, 1, 3]
+    assert 0 < policy.price < float("inf")
+
+
+def test_what_is_put_back_is_not_the_next_victim_for_it() -> None:
+    """Method: three leaves are popped and put back; they are popped in the same order again."""
+    cache = Cache(8, 2, lambda links: TucPolicy(links, flat))
+    policy = cache.residents.policy
+    assert isinstance(policy, TucPolicy)
+    for name in range(3):
+        cache.residents.insert(-1, np.array([name], np.uint64), np.array([0], np.int64), 100 * name)
+    policy.tick(5000)
+    for _ in range(2):
+        popped = [policy.pop() for _ in range(3)]
+        assert popped == [0, 1, 2]
+        policy.put_back(popped)
+    cache.residents.check()

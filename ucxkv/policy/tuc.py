@@ -66,7 +66,10 @@ class TucPolicy:
         slots = len(links.prev)
         self.now = 0
         self.water = 0.0
-        """Worth of what was evicted last, seconds saved per second: what a place in this tier costs just now."""
+        """Worth of what was picked last, seconds saved per second."""
+        self.price = 0.0
+        """Worth of what has left last and was not young: what a place in this tier costs just now."""
+        self._picked = inf
         self.hazard = HazardTable(_CLASSES)
         self._gain = gain
         self._sample_max, self._young_ticks = sample_max, young_ticks
@@ -137,6 +140,7 @@ class TucPolicy:
         self._is_alive[slot] = False
         self._blocks -= 1
         if is_evicted:
+            self._went()
             used, name = self._last_use[slot], self._name[slot]
             forgotten = self._ghosts.put(name, used, self._hit[slot], self._kid[slot], self._class[slot])
             if forgotten is not None:
@@ -145,7 +149,8 @@ class TucPolicy:
                     self._tell_forgotten()
 
     def cool(self, slots: Iterable[int]) -> None:
-        """Nothing: a block's chance to be used is the same wherever it is."""
+        """No more than that they went: a block's chance to be used is the same wherever it is."""
+        self._went()
 
     def warm(self, slots: Iterable[int]) -> None:
         """Nothing, see `cool`."""
@@ -169,11 +174,6 @@ class TucPolicy:
         age = max(0, self.now - self._last_use[slot])
         hazard, gain = self.hazard.rates[self._class[slot]][bucket_of(age)], self._gain_of[slot]
         return Rating(hazard * gain, self.price, hazard, gain, self._hit[slot])
-
-    @property
-    def price(self) -> float:
-        """`water`; 0 when everything was young."""
-        return self.water if self.water < inf else 0.0
 
     def _tell_forgotten(self) -> None:
         """Their waits have ended without a use, as far as anybody will know."""
@@ -258,7 +258,13 @@ class TucPolicy:
         self._leaf[slot] = 0
         self._count -= 1
         self._order_pops += 1
+        self._picked = self.water
         return slot
+
+    def _went(self) -> None:
+        """What was picked has left."""
+        if self._picked < inf:
+            self.price, self._picked = self._picked, inf
 
     def leaves(self) -> list[int]:
         """All leaves, the one that is worth least first."""
