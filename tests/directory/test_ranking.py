@@ -9,7 +9,7 @@ from tests.directory.arena import aligned, key_of
 from tests.directory.policies import POLICIES, WatchedPolicy
 from ucxkv.directory import ROOT_KEY, Directory, PutStatus, SlotTable, events, table_bytes, tiering
 from ucxkv.directory.explaining import facts_of
-from ucxkv.directory.ranking import BACKLOG, DELAY_NS
+from ucxkv.directory.ranking import BACKLOG, DELAY_NS, SOON
 from ucxkv.policy.cost import Verdict
 from ucxkv.policy.decisions import DecisionLog
 
@@ -67,7 +67,7 @@ class Shell:
 
 def test_a_put_tells_a_learner_nothing_until_it_matters() -> None:
     """Goal: off the hot path, and bounded. Method: puts and touches reach the policy with the Tick that `next_ns` asks
-    for, with the BACKLOG-th block, or with an eviction, and not before."""
+    for, at once after SOON blocks, with the BACKLOG-th block, or with an eviction, and not before."""
     shell = Shell()
     shell.put(0, 8)
     shell.touch(0, 1)
@@ -76,7 +76,9 @@ def test_a_put_tells_a_learner_nothing_until_it_matters() -> None:
     shell.now += DELAY_NS
     shell.core.handle(events.Tick(), shell.now)
     assert len(shell.watched.known) == 8 and shell.watched.uses == 2 and shell.core.next_ns() is None
-    shell.put(100, BACKLOG - 1)
+    shell.put(100, SOON)
+    assert len(shell.watched.known) == 8 and shell.core.next_ns() == shell.now
+    shell.put(1000, BACKLOG - SOON - 1)
     assert len(shell.watched.known) == 8
     shell.put(10_000, 1)
     assert len(shell.watched.known) == 8 + BACKLOG

@@ -2,8 +2,9 @@
 
 A policy that ranks by order alone (`EvictionPolicy`) is told of leaves and uses as they come: that is a few stores a
 block. A `LearningPolicy` costs more a call, so what comes and what is used is written down, by tick (10 ms), and worked
-off before it matters: before a block is picked or goes, at `BACKLOG` blocks, and by a `Tick` at the latest `DELAY_NS`
-after the first. So a put costs an append a block, and the work is done for many blocks in one call.
+off before it matters: before a block is picked or goes, and by a `Tick`, `DELAY_NS` after the first or at once after
+`SOON` blocks, which is when the request that brought them is answered; without one, at `BACKLOG` blocks. So a put costs
+an append a block, and the work is done for many blocks in one call.
 
 Invariants, with a learner
 - Without a backlog the blocks it knows are exactly the visible ones, whatever holds them and in whatever tier they are;
@@ -37,8 +38,8 @@ __all__ = ["BACKLOG", "DAMAGED", "DELAY_NS", "Ranking"]
 
 DAMAGED = "its bytes, or those of a block above it, did not match their sum"
 
-BACKLOG = 2048
-DELAY_NS = 250_000_000
+SOON, BACKLOG = 512, 4096
+DELAY_NS = 100_000_000
 DEPTH_MAX = 0xFFFF
 PROMOTED_TICKS = 200
 """A block is promoted because somebody wants it; that it is used within so long afterwards is the same use."""
@@ -217,10 +218,12 @@ class Ranking:
 
     def _counted(self, blocks: int, now_ns: int) -> None:
         self._count += blocks
-        if self._due_ns is None:
-            self._due_ns = now_ns + DELAY_NS
         if self._count >= BACKLOG:
             self.settle(now_ns)
+        elif self._count >= SOON:
+            self._due_ns = now_ns
+        elif self._due_ns is None:
+            self._due_ns = now_ns + DELAY_NS
 
     def _enter(self, learner: LearningPolicy, came: list[int], clock: int) -> None:
         directory, depth = self._directory, self.depth
