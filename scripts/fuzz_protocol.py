@@ -55,6 +55,7 @@ _BUSY = (
     m.Touch,
     m.Return,
     m.Damaged,
+    m.Explain,
     m.OpenData,
 )
 _ONE_WAY = {kind.CODE for kind in (m.Touch, m.Return, m.Damaged, m.Release, m.Surrender, m.Replicate, m.Lacks)}
