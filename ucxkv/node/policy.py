@@ -36,8 +36,8 @@ __all__ = ["NodePolicy"]
 
 DECISIONS = 16_384
 """Kept, some 400 bytes each."""
-_GHOSTS_SHARE, _GHOSTS_MAX = 8, 131_072
-"""Evicted blocks that are remembered: one for so many slots, some 200 bytes each. What is on disk is not forgotten."""
+_S3FIFO_GHOSTS_SHARE = 8
+"""S3-FIFO's names of evicted blocks, one for so many slots: some 100 bytes each. tuc has one a slot, of 15 bytes."""
 _YOUNG_TICKS = 2 * TICKS_PER_S
 """An engine adds a block to a chain with every 16 tokens or so that it decodes."""
 _SAMPLE_MAX = 8_192
@@ -71,12 +71,10 @@ class NodePolicy:
         """The policy of a directory."""
         if self.name == "lru":
             return LruPolicy(links)
-        ghosts = min(_GHOSTS_MAX, len(links.prev) // _GHOSTS_SHARE)
         if self.name == "s3fifo":
-            return S3FifoPolicy(links, ghosts)
-        return TucPolicy(
-            links, partial(self._gain, self._costs), ghosts, sample_max=_SAMPLE_MAX, young_ticks=_YOUNG_TICKS
-        )
+            return S3FifoPolicy(links, len(links.prev) // _S3FIFO_GHOSTS_SHARE)
+        gain, slots = partial(self._gain, self._costs), len(links.prev)
+        return TucPolicy(links, gain, slots, sample_max=_SAMPLE_MAX, young_ticks=_YOUNG_TICKS)
 
     def directory(self, table: SlotTable, config: NodeConfig) -> Directory:
         """The node's directory, under this policy and with its log."""
