@@ -1,8 +1,8 @@
 """What is remembered of evicted blocks: when they were used last and how often, in arrays of fixed size.
 
-A name lies in one of the `WAYS` places of its set; the one that comes to a full set takes the oldest's place there. So
-many ways, because with 8 a tenth of what tuc saves in the Mooncake conversation trace is lost to crowded sets.
-15 bytes a ghost, all of them taken at the start: an index in a dictionary took 190.
+A name lies in one of the places of its set, `WAYS` or somewhat fewer; the one that comes to a full set takes the
+oldest's place there. So many ways, because with 8 a tenth of what tuc saves in the Mooncake conversation trace is lost
+to crowded sets. 15 bytes a ghost, all of them taken at the start: an index in a dictionary took 190.
 
 Invariant: a place is live exactly while its `used` is not NONE; `len` counts the live ones.
 """
@@ -18,16 +18,16 @@ __all__ = ["Ghosts"]
 
 Bytes = npt.NDArray[np.uint8]
 Ticks = npt.NDArray[np.int64]
-WAYS = 64
+WAYS = 256
 _NONE = 0xFFFFFFFF
 
 
 class Ghosts:
-    """See the module. size: how many are remembered, rounded down to a multiple of WAYS beyond those; 0: none."""
+    """See the module. size: how many are remembered, less what does not divide into sets; 0: none."""
 
     def __init__(self, size: int) -> None:
-        self._ways = min(size, WAYS)
-        self._sets = size // WAYS if size >= WAYS else min(size, 1)
+        self._sets = -(-size // WAYS)
+        self._ways = size // self._sets if size else 0
         self.size = self._ways * self._sets
         self._names: npt.NDArray[np.uint64] = np.zeros((self._sets, self._ways), np.uint64)
         self._last_use: npt.NDArray[np.uint32] = np.full(self.size, _NONE, np.uint32)
