@@ -60,7 +60,8 @@ class Shell:
 
     def warm(self, number: int) -> None:
         handle = self.core.cold.handle(self.slot(number))
-        event = tiering.Warm(key_of(number), np.array([handle], np.uint32), np.array([self.offset], np.uint64))
+        sums = np.array([self.core.words.tail(self.slot(number))[2]], np.uint64)
+        event = tiering.Warm(key_of(number), np.array([handle], np.uint32), np.array([self.offset], np.uint64), sums)
         self.offset += 64
         assert self.core.handle(event, self.now).reply.taken.all()
 

@@ -133,9 +133,9 @@ async def test_under_memory_pressure_a_get_is_the_newest_value_or_a_miss(path: s
 
 
 async def test_a_body_is_evicted_before_the_header_that_names_it() -> None:
-    """Goal: an eviction frees what an object loses by it. Method: the order of the policy's leaves after puts, and
-    after gets; a header comes later than its seal."""
-    async with Node(NodeConfig(name="n", listen="127.0.0.1:0", host_bytes=64 << 20)) as node:
+    """Goal: where the order of use decides, an eviction frees what an object loses by it. Method: the order of lru's
+    leaves after puts, and after gets; a header comes later than its seal."""
+    async with Node(NodeConfig(name="n", listen="127.0.0.1:0", host_bytes=64 << 20, policy="lru")) as node:
         async with ucxkv.connect(node.address) as kv:
             for _ in range(2):
                 for name in ("a", "b"):
@@ -145,7 +145,7 @@ async def test_a_body_is_evicted_before_the_header_that_names_it() -> None:
                     assert await kv.objects.get(name) is not None
                 await kv.status()  # what was read is reported before
                 directory = node.store.directory
-                leaves = [directory.words.key(slot) for slot in directory.policy.leaves()]
+                leaves = [directory.words.key(slot) for slot in directory.ranking.policy.leaves()]
                 for name in ("a", "b"):
                     at = await Chains(kv).locate(name, time.monotonic_ns() + 10**10)
                     assert at.life is not None
