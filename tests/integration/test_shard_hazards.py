@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,11 +18,21 @@ from ucxkv.directory.log import COMMIT_DTYPE
 from ucxkv.node import Node, NodeConfig
 from ucxkv.node.shards.records import LoggedEntry, ShardLog
 from ucxkv.node.shards.recovery import ShardRecovery, _prove
+from ucxkv.node.state import forget
 from ucxkv.replication import Kind, Member, ShardConfig
 from ucxkv.sharding import ShardRule
 
 pytestmark = pytest.mark.timeout(60)
 _SHARDS = 4
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays(tmp_path: Path) -> Iterator[None]:
+    """The nodes' memory outlives them, as it should; not the test."""
+    yield
+    for folder in tmp_path.iterdir():
+        if (folder / "node.json").exists():
+            forget(folder)
 
 
 def config(folder: Path, name: str, replicas: int = 2, **more: object) -> NodeConfig:
