@@ -50,6 +50,8 @@ def main() -> int:
     from ucxkv.cli.launch import running_node
 
     convert(arguments)
+    if arguments.disk is not None:
+        arguments.disk.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.disk, prefix="reuse-kv-") as folder:
         disk = ["--disk", folder, "--disk-bytes", "1GiB"] if arguments.tier == "nvme" else []
         with running_node("reuse-kv", host_bytes=arguments.host_bytes, arguments=disk) as node:
