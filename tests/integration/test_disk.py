@@ -197,6 +197,7 @@ async def test_warm_is_a_hint_that_brings_back_what_has_room(tmp_path: Path) -> 
     chain, values = keys(60), blocks(60, BLOCK, seed=11)
     async with life(tmp_path) as (_, kv):
         await put_all(kv, chain, values)
+        await asyncio.sleep(0.05)  # policies count in ticks of 10 ms: what was put last is older by some
         assert await kv.warm(chain[:6]) == 6
         assert (await kv.match(chain)).tiers[:6].tolist() == [1] * 6
         assert await kv.warm(keys(4)) == 0
