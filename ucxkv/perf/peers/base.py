@@ -5,11 +5,12 @@ Everything that crosses a process border is plain JSON: Config, what a server sa
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Client", "Config", "Missing", "Result", "Server", "ServerCpu", "Task", "WrongBytes"]
+__all__ = ["Client", "Config", "Missing", "OneByOne", "Result", "Server", "ServerCpu", "Task", "WrongBytes"]
 
 Facts = dict[str, Any]
 ServerCpu = Callable[[], Awaitable[int]]
@@ -74,45 +75,53 @@ class Result:
     samples: int = 0
 
 
-class Server:
+class Server(ABC):
     """The side that is asked."""
 
+    @abstractmethod
     async def start(self, config: Config) -> Facts:
         """Get ready; what the client needs to find it. Raises Missing."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def ask(self, request: Facts) -> Facts:
         """Answer the driver: {"peer": what the client's `start` said}, or what the backend's own client asks for."""
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - may stay empty
         """End what would outlive this process. It ends right afterwards."""
 
 
-class Client:
+class Client(ABC):
     """The side that measures."""
 
     ask_server: Callable[[Facts], Awaitable[Facts]]
     """Asks the server's `ask` through the driver; set before `start`."""
 
+    @abstractmethod
     async def start(self, config: Config, server: Facts) -> Facts:
         """Connect; what the server must know of this side (told as {"peer": ...}; empty = nothing). Raises Missing."""
-        raise NotImplementedError
 
-    async def ready(self) -> None:
+    async def ready(self) -> None:  # noqa: B027 - may stay empty
         """The server has been told; finish connecting."""
 
+    @abstractmethod
     async def measure(self, tasks: list[Task], server_cpu: ServerCpu) -> list[Result]:
         """Measure the tasks. Raises WrongBytes."""
-        return [await self.measure_one(task, server_cpu) for task in tasks]
-
-    async def measure_one(self, task: Task, server_cpu: ServerCpu) -> Result:
-        """Measure one task."""
-        raise NotImplementedError
 
     def facts(self) -> Facts:
         """Versions and transports in use, for the report."""
         return {}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - may stay empty
         """End what would outlive this process. It ends right afterwards."""
+
+
+class OneByOne(Client):
+    """A client whose tasks are measured one after the other."""
+
+    async def measure(self, tasks: list[Task], server_cpu: ServerCpu) -> list[Result]:
+        """Measure the tasks. Raises WrongBytes."""
+        return [await self.measure_one(task, server_cpu) for task in tasks]
+
+    @abstractmethod
+    async def measure_one(self, task: Task, server_cpu: ServerCpu) -> Result:
+        """Measure one task. Raises WrongBytes."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from .base import Client, Config, Facts, Result, Server, ServerCpu, Task, WrongBytes
+from .base import Config, Facts, OneByOne, Result, Server, ServerCpu, Task, WrongBytes
 from .blocks import Blocks, Pattern, anonymous_blocks
 from .rounds import Operation, draw, measure
 
@@ -78,7 +78,7 @@ class MessageServer(Server):
         return {}
 
 
-class MessageClient(Client):
+class MessageClient(OneByOne):
     """Measures messages one at a time, or with task.at_once on their way. make_side raises Missing."""
 
     def __init__(self, make_side: Callable[[Config], Messenger]) -> None:

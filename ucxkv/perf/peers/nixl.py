@@ -13,7 +13,7 @@ import time
 from importlib import metadata
 from typing import Any
 
-from .base import Client, Config, Facts, Missing, Result, Server, ServerCpu, Task, WrongBytes
+from .base import Client, Config, Facts, Missing, OneByOne, Result, Server, ServerCpu, Task, WrongBytes
 from .blocks import Blocks, Pattern, anonymous_blocks
 from .rounds import Operation, draw, measure
 
@@ -60,7 +60,7 @@ class _NixlServer(Server):
         return {"base": self._slab.ctypes.data, "agent": self._agent.get_agent_metadata().hex()}
 
 
-class _NixlClient(Client):
+class _NixlClient(OneByOne):
     async def start(self, config: Config, server: Facts) -> Facts:
         library, self._version = _library(config)
         agent_config = library.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import time
+from abc import ABC, abstractmethod
 
 from .base import Result, ServerCpu, Task
 
@@ -18,23 +19,23 @@ _CALLS_MAX = 400  # a round
 _KEPT_BYTES = 256 << 20  # what a round may hold on to until it is verified
 
 
-class Operation:
+class Operation(ABC):
     """Something to measure: `operate` makes the calls that `prepare` chose, `check` verifies their bytes."""
 
     is_stream = False
     """True: the times are those of a stream of messages, divided by their number."""
 
+    @abstractmethod
     async def prepare(self, calls: int) -> None:
         """Choose `calls` calls' blocks."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def operate(self) -> list[int]:
         """Make the calls: nanoseconds of each."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def check(self) -> None:
         """Verify what they moved. Raises WrongBytes."""
-        raise NotImplementedError
 
 
 def draw(random_: random.Random, count: int, n: int) -> list[int]:

@@ -17,7 +17,7 @@ import time
 
 import numpy as np
 
-from .base import Client, Config, Facts, Result, Server, ServerCpu, Task, WrongBytes
+from .base import Client, Config, Facts, OneByOne, Result, Server, ServerCpu, Task, WrongBytes
 from .blocks import Blocks, Pattern, anonymous_blocks
 from .rounds import Operation, draw, measure
 
@@ -112,7 +112,7 @@ class _SocketServer(Server):
         raise ValueError("the socket server is asked over its socket only")
 
 
-class _SocketClient(Client):
+class _SocketClient(OneByOne):
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
         self._is_unix = False
