@@ -1,12 +1,13 @@
 """How long does a put take, commit in the directory included, beside a copy of the same bytes?
 
-    python scripts/bench_put.py [--path mapped|message] [--durable] [--json] [--quick]
+    python scripts/bench_put.py [--path mapped|message] [--durable [--durability power]] [--json] [--quick]
 
 Bound: one pass over the bytes (copy and sum) into memory that the node granted ahead, then one message and its answer
 on the control connection for the whole batch (two thread wake-ups: tens of us on a quiet machine). So small puts cost
 the round trip and large ones the copy. Rows: one `put` at a time and `put_many` of --batch by size, then small puts
 from --clients connections at once (p99 is the figure there). What was put is read back and compared, then deleted,
-untimed. With --durable the node journals each put before it answers (durability = process).
+untimed. With --durable the node journals each put before it answers (durability = process; with power it writes and
+syncs the value, then the journal: at least two waits for the disk).
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ def run() -> int:
     options.add_argument("--batch", type=int, default=64, help="blocks of a put_many (default 64; 0 = no such rows)")
     options.add_argument("--clients", type=int, default=8, help="connections of the last row (default 8; 0 = none)")
     options.add_argument("--durable", action="store_true", help="puts that survive the node's process")
+    options.add_argument("--durability", choices=("process", "power"), default="process", help="of durable puts")
     arguments = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder) / "state"
         try:
-            measure(arguments, ("--durability", "process", "--state-dir", str(state)) if arguments.durable else ())
+            flags = ("--durability", arguments.durability, "--state-dir", str(state))
+            measure(arguments, flags if arguments.durable else ())
         finally:
             if state.exists():
                 forget(state)
@@ -69,7 +72,7 @@ def measure(arguments: argparse.Namespace, flags: tuple[str, ...]) -> None:
             count = 40 if arguments.quick else 200
             puts = (address, arguments.clients, count, arguments.path, arguments.durable)
             steps.append(("clients", lambda: small_puts(*puts)))
-        durability = "process" if arguments.durable else "memory"
+        durability = arguments.durability if arguments.durable else "memory"
         bench.run(steps, node="another process on this host", durability=durability)
 
 

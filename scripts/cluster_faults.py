@@ -7,7 +7,8 @@
     ... --nodes 1 --replicas 0                                     one node, without replication
 
 Faults: kill -9 and restart of a node, of a leader with a replica, of all; SIGSTOP past the lease; partitions of nodes,
-etcd and clients, both ways or one; a cable out; loss; delay; kill -9 and SIGSTOP of etcd. Clients on a host of their
+etcd and clients, both ways or one; a cable out; loss; delay; kill -9 and SIGSTOP of etcd; with --durability power also
+the end of all machines, memory in /dev/shm included. Clients on a host of their
 own and on nodes' hosts put durable and cache blocks in token order, delete tails, match and read, on chains of their
 own and on shared ones; a filler makes the nodes evict. After most faults every shard has to store again.
 
@@ -57,7 +58,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--replicas", type=int, default=2, help="copies of a shard; 0: nodes without replication")
     parser.add_argument("--shards", type=int, default=8)
     parser.add_argument("--lease-ms", type=int, default=2000)
-    parser.add_argument("--durability", choices=("process", "memory"), default="process")
+    parser.add_argument("--durability", choices=("process", "power", "memory"), default="process")
     parser.add_argument("--host-bytes", default="48MiB")
     parser.add_argument("--clients", type=int, default=3, help="client processes (default 3)")
     parser.add_argument("--tasks", type=int, default=3, help="clients in each (default 3)")

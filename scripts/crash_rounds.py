@@ -1,10 +1,11 @@
 """Kill a node at random moments under durable puts and deletes, start it again, and compare it with what it had said.
 
-    python scripts/crash_rounds.py --rounds 100 [--seed S] [--writers 4] [--json]
+    python scripts/crash_rounds.py --rounds 100 [--seed S] [--writers 4] [--reboots] [--json]
 
 Each round: writers put and delete, at a random moment kill -9 of the node (in some rounds again while it recovers; in
 some a writer is stopped first, and goes on after the restart with the memory that it had mapped), a new start, and
-every key that was ever named is read. Counted as violations:
+every key that was ever named is read. With --reboots the node keeps durability = power, and every second kill takes the
+memory in /dev/shm along, as the end of the machine does. Counted as violations:
 
     lost    acknowledged as durable (STORED, ALREADY), not deleted since, and a miss
     back    acknowledged as deleted, and there
@@ -106,6 +107,7 @@ class Rounds:
         self.examples: list[str] = []
         self.name = f"crash-{os.getpid()}"
         self._node: NodeProcess | None = None
+        self._durability = "power" if arguments.reboots else "process"
 
     @property
     def violations(self) -> int:
@@ -116,7 +118,7 @@ class Rounds:
         node = start_node(
             self.name,
             host_bytes=self.arguments.host_bytes,
-            arguments=["--durability", "process", "--state-dir", str(self.folder / "state")],
+            arguments=["--durability", self._durability, "--state-dir", str(self.folder / "state")],
         )
         self._node = node
         return node
@@ -163,17 +165,11 @@ class Rounds:
             os.kill(stopped.pid, signal.SIGSTOP)
             self.counts["stopped writers"] += 1
             time.sleep(0.05 * self.rnd.random())
-        node.process.kill()
-        node.process.wait()
-        node.release()
-        self.counts["kills"] += 1
+        self._kill(node)
         node = self._start()
         if self.rnd.random() < 0.2:  # again, while it recovers
             time.sleep(1.5 * self.rnd.random())
-            node.process.kill()
-            node.process.wait()
-            node.release()
-            self.counts["kills"] += 1
+            self._kill(node)
             node = self._start()
         node.wait_ready(time.monotonic() + READY_S)
         for writer in running:
@@ -189,6 +185,16 @@ class Rounds:
             asyncio.run(self._verify(node.address))
         asyncio.run(self._thin_out(node.address))
         return node
+
+    def _kill(self, node: NodeProcess) -> None:
+        node.process.kill()
+        node.process.wait()
+        node.release()
+        self.counts["kills"] += 1
+        if self.arguments.reboots and self.rnd.random() < 0.5:
+            self.counts["reboots"] += 1
+            for path in Path("/dev/shm").glob(f"ucxkv-{self.name}-*"):
+                path.unlink()
 
     def _await(self, writer: subprocess.Popen[str]) -> None:
         assert writer.stdout is not None
@@ -284,6 +290,7 @@ def main() -> int:
     parser.add_argument("--writers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--host-bytes", default="256MiB")
+    parser.add_argument("--reboots", action="store_true", help="durability = power; memory goes, too")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     if arguments.seed is None:

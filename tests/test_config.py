@@ -129,9 +129,9 @@ def test_every_key_is_documented_with_its_default() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"durability": "power", "state_dir": "/s"}, "class cache"),
+        ({"durability": "power"}, "a folder"),
         ({"durability": "process"}, "a folder"),
-        ({"state_dir": "/s"}, "durability = 'process'"),
+        ({"state_dir": "/s"}, r"durability = process \| power"),
         ({"durability": "always", "state_dir": "/s"}, "durability"),
     ],
 )

@@ -125,13 +125,6 @@ def _check(config: NodeConfig, origin: Mapping[str, str]) -> None:
         raise refuse("huge_pages", config.huge_pages, " | ".join(_HUGE_PAGES))
     if config.durability not in _DURABILITIES:
         raise refuse("durability", config.durability, " | ".join(_DURABILITIES))
-    if config.durability == "power":
-        raise SetupError(
-            f"{origin.get('durability', 'default')}: durability = 'power' needs a tier that keeps values without power",
-            found="values in DRAM",
-            needed="durable blocks on disk: this version keeps only class cache there",
-            fix="durability = 'process': blocks survive the end of the node's process, not that of the machine",
-        )
     if config.io_engine not in _IO_ENGINES:
         raise refuse("io_engine", config.io_engine, " | ".join(_IO_ENGINES))
     if config.disk and config.disk_bytes < _DISK_BYTES_MIN:
@@ -140,8 +133,8 @@ def _check(config: NodeConfig, origin: Mapping[str, str]) -> None:
         _check_codec(config, origin)
     if len({os.path.realpath(name) for name in config.disk if name}) != len(config.disk):
         raise refuse("disk", config.disk, "folders, each named once")
-    if (config.durability == "process") != bool(config.state_dir):
-        needed = "a folder, as durability is not memory" if not config.state_dir else "durability = 'process' with it"
+    if (config.durability != "memory") != bool(config.state_dir):
+        needed = "a folder, as durability is not memory" if not config.state_dir else "durability = process | power too"
         raise refuse("state_dir", config.state_dir, needed)
     if config.host_bytes < _HOST_BYTES_MIN:
         raise refuse("host_bytes", config.host_bytes, "at least 1MiB")

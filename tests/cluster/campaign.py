@@ -219,7 +219,7 @@ class Campaign:
         """Some faults, overlapping, all over in the end."""
         o = self.options
         is_memory = o.durability == "memory"
-        planned = draw(self.rng, self.lease_s, has_network=o.namespaces, is_memory=is_memory)
+        planned = draw(self.rng, self.lease_s, has_network=o.namespaces, durability=o.durability)
         if is_memory and any(fault.kind == "kill" for fault in planned):
             self.await_in_sync("the next kill was due")
         began_s = time.monotonic()

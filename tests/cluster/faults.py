@@ -132,6 +132,14 @@ def _kill_all(field: Field, rng: random.Random) -> Blow:
     return field.kill(rng.sample(field.nodes, len(field.nodes)))
 
 
+def _reboot_all(field: Field, rng: random.Random) -> Blow:
+    """All of them lose what they had in memory, too."""
+    blow = field.kill(rng.sample(field.nodes, len(field.nodes)))
+    for node in field.nodes:
+        node.lose_memory()
+    return Blow(f"reboot of {', '.join(node.name for node in field.nodes)}", blow.undo, blow.dead)
+
+
 def _freeze(field: Field, rng: random.Random) -> Blow | None:
     victims = [field.victim(rng)]
     if rng.random() < 0.15:
@@ -250,6 +258,7 @@ KINDS: Mapping[str, Callable[[Field, random.Random], Blow | None]] = {
     "kill": _kill,
     "kill of leader and replica": _kill_both,
     "kill of all": _kill_all,
+    "reboot of all": _reboot_all,
     "freeze": _freeze,
     "kill of etcd": _kill_etcd,
     "freeze of etcd": _freeze_etcd,
@@ -260,19 +269,33 @@ KINDS: Mapping[str, Callable[[Field, random.Random], Blow | None]] = {
     "loss": _lose,
     "delay": _delay,
 }
-LOCAL = ("kill", "kill of leader and replica", "kill of all", "freeze", "kill of etcd", "freeze of etcd")
+LOCAL = (
+    "kill",
+    "kill of leader and replica",
+    "kill of all",
+    "reboot of all",
+    "freeze",
+    "kill of etcd",
+    "freeze of etcd",
+)
 """Those that need no network of our own."""
 
 FORGETTING = ("kill of leader and replica", "kill of all")
 """Those that no memory survives: never with durability = memory."""
+REBOOTS = ("reboot of all",)
+"""Those that durability = power alone survives."""
 
 _WEIGHTS = {"kill": 5, "freeze": 4, "partition of nodes": 3, "isolation": 2, "partition from etcd": 2}
 
 
-def draw(rng: random.Random, lease_s: float, *, has_network: bool, is_memory: bool) -> list[Fault]:
-    """The faults of one round, one to three, in order. is_memory: what a killed node knew is gone, so a kill is alone
-    (whoever calls waits until all is in sync again)."""
+def draw(rng: random.Random, lease_s: float, *, has_network: bool, durability: str) -> list[Fault]:
+    """The faults of one round, one to three, in order. durability: of the nodes; with memory what a killed node knew is
+    gone, so a kill is alone (whoever calls waits until all is in sync again).
+    """
+    is_memory = durability == "memory"
     kinds = [kind for kind in KINDS if has_network or kind in LOCAL]
+    if durability != "power":
+        kinds = [kind for kind in kinds if kind not in REBOOTS]
     if is_memory:
         kinds = [kind for kind in kinds if kind not in FORGETTING]
     faults = []

@@ -117,6 +117,11 @@ class NodeMachine:
             self._over()
         self.is_wanted = False
 
+    def lose_memory(self) -> None:
+        """What lies in the machine's memory is gone, as after a reboot; the node does not run."""
+        for path in Path("/dev/shm").glob(f"ucxkv-{self.name}-*"):
+            path.unlink()
+
     def doom(self, steps: int) -> None:
         """It is to die so many steps of its work later; it stays down until `start`. One that is not ready yet has
         none to count."""
@@ -267,5 +272,5 @@ class Machines:
             if self._state(name).exists():
                 forget(self._state(name))
                 shutil.rmtree(self._state(name), ignore_errors=True)
-            for left in Path("/dev/shm").glob(f"ucxkv-{name}-*"):
-                left.unlink()  # of a life that kept nothing and was killed
+        for node in self.nodes:
+            node.lose_memory()  # of a life that kept nothing and was killed

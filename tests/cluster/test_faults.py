@@ -50,18 +50,20 @@ class FakeMachines:
 
 def test_a_seed_is_a_plan() -> None:
     """Method: the same seed twice; all kinds come; none that needs a network where there is none."""
-    plans = [[draw(random.Random(seed), 2.0, has_network=True, is_memory=False) for seed in range(300)] for _ in "12"]
+    plans = [
+        [draw(random.Random(seed), 2.0, has_network=True, durability="power") for seed in range(300)] for _ in "12"
+    ]
     assert plans[0] == plans[1]
     assert {fault.kind for plan in plans[0] for fault in plan} == KINDS.keys()
     assert all(1 <= len(plan) <= 3 and 0 < fault.span_s < 6 for plan in plans[0] for fault in plan)
-    local = [draw(random.Random(seed), 2.0, has_network=False, is_memory=False) for seed in range(100)]
+    local = [draw(random.Random(seed), 2.0, has_network=False, durability="power") for seed in range(100)]
     assert {fault.kind for plan in local for fault in plan} == set(LOCAL)
 
 
 def test_what_memory_does_not_survive_is_never_done_to_it() -> None:
     """Goal: no fault beyond what durability = memory promises. Method: no kill of two, and a kill is the only fault."""
     for seed in range(500):
-        kinds = [fault.kind for fault in draw(random.Random(seed), 2.0, has_network=True, is_memory=True)]
+        kinds = [fault.kind for fault in draw(random.Random(seed), 2.0, has_network=True, durability="memory")]
         assert not set(kinds) & set(FORGETTING)
         assert "kill" not in kinds or kinds == ["kill"]
 

@@ -108,6 +108,11 @@ class FaultyFiles:
         _apply(inode.cache, offset, data)
         inode.unsynced.append((offset, data))
 
+    def reserve(self, handle: int, nbytes: int) -> None:
+        size = self.size(handle)
+        if size < nbytes:
+            self.write(handle, size, bytes(nbytes - size))
+
     def sync(self, handle: int) -> None:
         inode = self._handles[handle]
         try:

@@ -72,6 +72,12 @@ class DiskFiles:
         if self.is_deferring:  # the last write of a frame's is the frame
             self._disk.last_frame = (file, offset, offset + len(data))
 
+    def reserve(self, handle: int, nbytes: int) -> None:
+        """See Files."""
+        file = self._handles[handle][1]
+        if file.size_bytes < nbytes:
+            file.truncate(nbytes)
+
     def sync(self, handle: int) -> None:
         """See Files."""
         name, file = self._handles[handle]

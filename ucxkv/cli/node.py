@@ -38,10 +38,12 @@ def node(
     numa: Annotated[str | None, typer.Option("--numa", help="auto, off or a NUMA node's number.")] = None,
     slots_count: Annotated[int | None, typer.Option("--slots-count", help="Most blocks held; 0 = by size.")] = None,
     durability: Annotated[
-        str | None, typer.Option("--durability", help="What durable blocks survive: memory (nothing) or process.")
+        str | None,
+        typer.Option("--durability", help="What durable blocks survive: memory | process | power."),
     ] = None,
     state_dir: Annotated[
-        str | None, typer.Option("--state-dir", help="Folder for the journal; needed for --durability process.")
+        str | None,
+        typer.Option("--state-dir", help="Folder for the journal; needed unless durability is memory."),
     ] = None,
     disk: Annotated[
         list[str] | None, typer.Option("--disk", help="Folder for blocks that leave memory; repeatable, one a drive.")

@@ -131,8 +131,9 @@ class BlockCalls:
         writer of a key wins. Raises UsageError, ValueTooLarge. A full or dead node is a status.
 
         durable: it, and what is above it, is not evicted and survives the node's process; STORED and ALREADY mean that
-        then. Raises JournalFailed where the node can log nothing more. Only nodes started with durability = process
-        take it. exact: no node stores it with loss (`disk_codec = "int8"`); for what is no keys and values.
+        then. Raises JournalFailed where the node can log nothing more. Only nodes started with durability =
+        process or power take it. exact: no node stores it with loss (`disk_codec = "int8"`); for what is no keys and
+        values.
         """
         self._check()
         deadline_ns = self._deadline(deadline_s)

@@ -53,6 +53,7 @@ __all__ = [
     "commits",
     "epoch_record",
     "leaves",
+    "named",
     "packed",
     "read_record",
 ]
@@ -87,6 +88,7 @@ _HEADER = struct.Struct("<BBHI")
 _ROW = struct.Struct("<16s16sQQQIIIIHBBI")
 assert _ROW.size == COMMIT_DTYPE.itemsize
 _COMMIT, _LEAVE, _EPOCH = 1, 2, 3
+_COMMIT_BYTE = bytes((_COMMIT,))
 NOTHING = _HEADER.pack(_LEAVE, FORMAT, 0, 0)
 """A record that says nothing."""
 
@@ -143,6 +145,13 @@ def read_record(record: Buffer) -> Records | bytes | int:
     if kind == _LEAVE:
         return bytes(body)
     return int.from_bytes(body[-8:], "little") if count else 0
+
+
+def named(records: Sequence[bytes]) -> Records:
+    """The rows of the Commits among these records, COMMIT_DTYPE[n], in their order. Raises LogError."""
+    said = [read_record(record) for record in records if record[:1] == _COMMIT_BYTE]
+    rows = [each for each in said if isinstance(each, np.ndarray)]
+    return np.concatenate(rows) if rows else np.empty(0, COMMIT_DTYPE)
 
 
 class Replay:

@@ -13,14 +13,14 @@ import asyncio
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 from ucxkv.journal.log import Log, frame_bytes
 
-__all__ = ["Append", "Commit", "Committer", "LoopCommitter", "LoopExecutor"]
+__all__ = ["Append", "Beside", "Commit", "Committer", "LoopCommitter", "LoopExecutor"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,6 +48,16 @@ class Commit:
     disk_bytes: int
 
 
+class Beside(Protocol):
+    """What has to be on the disk before the records that name it."""
+
+    def keep(self, records: Sequence[bytes]) -> None:
+        """Put there what these records name, from the committer's thread. Raises OSError: they are not written."""
+
+    def close(self) -> None:
+        """The journal is closed."""
+
+
 class Committer:
     """Owns `log` in a thread of its own from `start` until `on_end` was called.
 
@@ -67,6 +77,7 @@ class Committer:
         self._log = log
         self._frame_bytes_max = frame_bytes_max
         self._on_commit, self._on_switch, self._on_end = on_commit, on_switch, on_end
+        self.beside: Beside | None = None
         self._pending: deque[Append] = deque()
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._is_asleep = False
@@ -120,6 +131,8 @@ class Committer:
             pending.popleft()
             records += following.records
             nbytes += following.nbytes
+        if self.beside is not None:
+            self.beside.keep(records)
         begun = self._log.files_begun
         disk_bytes = self._log.write(first.epoch, first.lsn, records)
         self._on_commit(Commit(first.lsn + len(records) - 1, len(records), nbytes, disk_bytes))

@@ -54,6 +54,9 @@ class Files(Protocol):
     def write(self, handle: int, offset: int, data: bytes | memoryview) -> None:
         """Write all of it there."""
 
+    def reserve(self, handle: int, nbytes: int) -> None:
+        """Make the file that large at least, with room on the disk for all of it."""
+
     def sync(self, handle: int) -> None:
         """Return when the file's bytes are on the disk."""
 
@@ -165,6 +168,10 @@ class FolderFiles:
                 if not more:
                     raise OSError(errno.EIO, "the disk takes no more bytes, without an error")
                 done += more
+
+    def reserve(self, handle: int, nbytes: int) -> None:
+        """See Files.reserve."""
+        os.posix_fallocate(handle, 0, nbytes)
 
     def sync(self, handle: int) -> None:
         """See Files.sync."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ucxkv.errors import JournalFailed, Overloaded, SetupError, UsageError, ValueTooLarge
-from ucxkv.journal.committer import Append, Commit, Committer, LoopCommitter, LoopExecutor
+from ucxkv.journal.committer import Append, Beside, Commit, Committer, LoopCommitter, LoopExecutor
 from ucxkv.journal.files import Files, FolderFiles, how_to_fix, setup_error
 from ucxkv.journal.log import frame_bytes
 from ucxkv.journal.pieces import BLOCK_BYTES
@@ -180,6 +180,18 @@ class Journal:
         if found.stopped.kind is StopKind.DAMAGED or found.damaged:
             log.error("the journal in %s is damaged: %s; snapshots: %s", disk.folder, found.stopped, found.damaged)
         return journal, found
+
+    @property
+    def files(self) -> Files:
+        """The folder, for what is kept beside the log."""
+        return self._files
+
+    def keep_beside(self, beside: Beside) -> None:
+        """From now on each frame is written after `beside` has kept what its records name; closed with the journal.
+
+        Call it before the first append.
+        """
+        self._committer.beside = beside
 
     # ---- appending
 
@@ -433,6 +445,8 @@ class Journal:
         self._keeper.shutdown(wait=True)
         with contextlib.suppress(OSError):
             self._log.close()
+        if self._committer.beside is not None:
+            self._committer.beside.close()
         self._files.release()
 
 

@@ -41,7 +41,7 @@ class NodeConfig:
     on disk (64 + 32 bytes each; 8 more with a disk tier)."""
     durability: Literal["memory", "process", "power"] = "memory"
     """memory | process | power: what blocks put with durable=True survive. memory: nothing, such puts are refused;
-    process: the death of the node's process, by kill -9 too; power: not in this version, values lie in DRAM.
+    process: the death of the node's process, by kill -9 too; power: that of the machine, values are on disk, too.
     """
     disk: tuple[str, ...] = ()
     """Folders, one a drive, for blocks that leave memory, striped over them; empty = such blocks are gone."""
@@ -75,7 +75,8 @@ class NodeConfig:
     block_tokens: int = 16
     """Tokens of a block, for tuc; the store itself sees bytes only."""
     state_dir: str = ""
-    """Folder for the journal and what else outlives the process; needed unless durability is memory."""
+    """Folder for the journal and what else outlives the process; needed unless durability is memory. With power on a
+    disk, and it takes host_bytes there, too."""
     join: tuple[str, ...] = ()
     """Addresses of nodes to join; one that answers is enough."""
     cluster: str = ""

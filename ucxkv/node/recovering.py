@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ucxkv.directory.slots import Records
-    from ucxkv.journal import Recovered
+    from ucxkv.journal import Recovered, ValueFile
     from ucxkv.node.state import NodeMemory, NodeState
     from ucxkv.node.store import HostStore
 
-__all__ = ["Recovery", "proven", "recover"]
+__all__ = ["Recovery", "are_there", "proven", "recover"]
 
 _THREADS_MAX = 8
 _REFUSED = int(PutStatus.REFUSED)
@@ -44,7 +44,7 @@ class Recovery:
 
     damaged: blocks whose bytes are not what was put; the other lost ones hung below, or all bytes are gone.
     index_s: reading the journal and building the directory; index_cpu_s: this thread's share. sums_s: proving the
-    bytes. log_bytes: of the records behind the snapshot.
+    bytes. log_bytes: of the records behind the snapshot. rows: what came back, COMMIT_DTYPE[n].
     """
 
     blocks: int
@@ -55,6 +55,7 @@ class Recovery:
     sums_s: float
     held_bytes: int
     log_bytes: int
+    rows: Records
 
     @property
     def lost_blocks(self) -> int:
@@ -62,8 +63,13 @@ class Recovery:
         return len(self.lost) // 16
 
 
-def recover(store: HostStore, state: NodeState, memory: NodeMemory, journal: Recovered) -> Recovery:
-    """Take in what the journal of `state` says, into a store on `memory` that has nothing yet. Raises SetupError."""
+def recover(
+    store: HostStore, state: NodeState, memory: NodeMemory, journal: Recovered, values: ValueFile | None
+) -> Recovery:
+    """Take in what the journal of `state` says, into a store on `memory` that has nothing yet. Raises SetupError.
+
+    values: where the disk has them, too; read when the memory of before is gone.
+    """
     began, cpu_s = time.monotonic(), time.thread_time()
     rows, log_bytes = _replayed(state, journal)
     if len(rows) > store.table.capacity:
@@ -74,7 +80,7 @@ def recover(store: HostStore, state: NodeState, memory: NodeMemory, journal: Rec
             fix="set slots_count back to what it was, or 0",
         )
     read, read_cpu_s = time.monotonic(), time.thread_time()
-    status = np.full(len(rows), _REFUSED, np.uint8) if memory.why_empty else proven(store, rows)
+    status = proven(store, rows) if are_there(memory, rows, values) else np.full(len(rows), _REFUSED, np.uint8)
     proved, cpu_s = time.monotonic(), cpu_s + time.thread_time() - read_cpu_s
     out = store.handle(events.Restore(rows, status), time.monotonic_ns()).status
     if bool((out == PutStatus.NO_SPACE).any()):
@@ -94,13 +100,31 @@ def recover(store: HostStore, state: NodeState, memory: NodeMemory, journal: Rec
     return Recovery(
         blocks=int((out == PutStatus.STORED).sum()),
         lost=lost,
-        damaged=0 if memory.why_empty else int((status != 0).sum()),
+        damaged=0 if memory.why_empty and values is None else int((status != 0).sum()),
         index_s=(read - began) + (done - proved),
         index_cpu_s=time.thread_time() - cpu_s,
         sums_s=proved - read,
         held_bytes=held_bytes,
         log_bytes=log_bytes,
+        rows=rows[out == PutStatus.STORED],
     )
+
+
+def are_there(memory: NodeMemory, rows: Records, values: ValueFile | None) -> bool:
+    """Whether the memory has bytes of before, fetched from the disk if need be: each block's sum tells whether it is
+    there. Raises SetupError.
+    """
+    if memory.why_empty and values is not None:
+        try:
+            values.read(rows)
+        except OSError as exc:
+            raise SetupError(
+                f"the values of durable blocks in {values.folder} cannot be read",
+                found=str(exc),
+                needed="the file as it was written",
+                fix="check the disk (dmesg), then start the node again",
+            ) from exc
+    return not memory.why_empty or values is not None
 
 
 def _replayed(state: NodeState, journal: Recovered) -> tuple[Records, int]:

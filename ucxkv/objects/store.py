@@ -106,8 +106,8 @@ class Objects:
         value: bytes-like, a numpy array, a torch CPU tensor, or what numpy takes by DLPack; borrowed until this
         returns. It needs room beside the value that it replaces. if_version: only where this is the current version, or
         (ABSENT) there is none; else VersionConflict, and nothing has changed. durable: it is not evicted and survives
-        the node's process; needs a node started with durability = process. gather: copy an array that is not contiguous
-        instead of refusing it. deadline_s: default the client's timeout and a second for each 64 MiB.
+        the node's process; needs a node started with durability = process or power. gather: copy an array that
+        is not contiguous instead of refusing it. deadline_s: default the client's timeout and a second for each 64 MiB.
 
         Raises VersionConflict, UsageError, ValueTooLarge; Overloaded: no room; JournalFailed and any other Unavailable:
         the value may have been put or not, `stat` tells.

@@ -5,6 +5,7 @@ Promises
   - Without a journal (durability = memory) it is told at once: what is acknowledged lives in the memories of the
     in-sync nodes alone.
   - What the journal takes no more of for the moment waits, in order; when it fails, every shard is told.
+  - A snapshot says nothing that the log has not committed: with it come the values, where the disk has them (power).
 """
 
 from __future__ import annotations
@@ -124,19 +125,26 @@ class ShardJournal:
         journal = self.journal
         assert journal is not None
         grown = journal.stats.records_bytes - self._snapshot_at
-        if self._snapshot is None and grown > max(_SNAPSHOT_BYTES_MIN, _SNAPSHOT_GROWTH * self._state_bytes):
+        if self._snapshot is not None or self._unsent:
+            return
+        if grown > max(_SNAPSHOT_BYTES_MIN, _SNAPSHOT_GROWTH * self._state_bytes):
             self._snapshot_at = journal.stats.records_bytes
-            self._snapshot = asyncio.create_task(self._write_snapshot(), name="shard-snapshot")
+            chunks = list(self._state())
+            self._state_bytes = sum(map(len, chunks))
+            self._snapshot = asyncio.create_task(
+                self._write_snapshot(journal.durable_lsn, journal.last_lsn, chunks), name="shard-snapshot"
+            )
 
     _state_bytes = 0
 
-    async def _write_snapshot(self) -> None:
-        """All shards as they are now. What of it is not in the log yet comes again behind it, and changes nothing."""
+    async def _write_snapshot(self, lsn: int, last_lsn: int, chunks: list[bytes]) -> None:
+        """All shards as they were after record last_lsn. What is in the log behind lsn comes again, and changes
+        nothing.
+        """
         journal = self.journal
         assert journal is not None
-        lsn, chunks = journal.durable_lsn, list(self._state())
-        self._state_bytes = sum(map(len, chunks))
         try:
+            await journal.committed(last_lsn)
             await journal.snapshot(self._epoch, lsn, chunks)
         except errors.JournalFailed:
             pass

@@ -41,6 +41,7 @@ __all__ = [
     "claims_record",
     "entry_record",
     "feed",
+    "named",
     "placeless",
     "reset_record",
 ]
@@ -151,6 +152,19 @@ def feed(shards: dict[int, ShardLog], record: bytes) -> None:
             log.entries.pop()
         log.entries.append(logged)
     shards[shard] = log
+
+
+def named(records: Iterable[bytes]) -> Records:
+    """The rows that these records name, with this node's places, COMMIT_DTYPE[n], in their order. Raises LogError."""
+    rows = []
+    for record in records:
+        kind, _, _, _, index, epoch = _HEAD.unpack_from(record)
+        if kind == _BASE:
+            rows.append(np.frombuffer(record, COMMIT_DTYPE, offset=_HEAD.size))
+        elif kind == _ENTRY:
+            logged = _logged(index, epoch, record[_HEAD.size :])
+            rows += [logged.rows] if logged.rows is not None else []
+    return np.concatenate(rows) if rows else np.empty(0, COMMIT_DTYPE)
 
 
 def _logged(index: int, epoch: int, body: bytes) -> LoggedEntry:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ucxkv.directory.log import LogError
+from ucxkv.directory.log import COMMIT_DTYPE, LogError
 from ucxkv.errors import IntegrityError, SetupError
 from ucxkv.journal import StopKind
-from ucxkv.node.recovering import proven
+from ucxkv.node.recovering import are_there, proven
 from ucxkv.node.shards.records import ABSENT_REGION, ShardLog, feed
 from ucxkv.tiers.base import ForeignExtent
 from ucxkv.tiers.slabs import PLACE_DTYPE
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ucxkv.directory.slots import Records
-    from ucxkv.journal import Journal, Recovered
+    from ucxkv.journal import Journal, Recovered, ValueFile
     from ucxkv.node.state import NodeMemory, NodeState
     from ucxkv.node.store import HostStore
     from ucxkv.replication import ShardConfig
@@ -47,6 +47,12 @@ class ShardRecovery:
     held_bytes: int = 0
     log_bytes: int = 0
     is_memory_lost: bool = False
+    """The values are gone, and maybe the end of a journal that is not synced with them."""
+
+    def rows(self) -> Records:
+        """All rows whose values are here."""
+        found = [rows for log in self.logs.values() for rows, _ in _newest_first(log)]
+        return np.concatenate(found) if found else np.empty(0, COMMIT_DTYPE)
 
     def is_whole(self, shard: int, found: tuple[ShardConfig, int] | None, name: str) -> bool:
         """Whether the log of this shard may be gone on with: it is all here, or nobody else has any of it.
@@ -59,9 +65,17 @@ class ShardRecovery:
 
 
 def recover_shards(
-    store: HostStore, state: NodeState, memory: NodeMemory, journal: Journal, told: Recovered
+    store: HostStore,
+    state: NodeState,
+    memory: NodeMemory,
+    journal: Journal,
+    told: Recovered,
+    values: ValueFile | None,
 ) -> ShardRecovery:
-    """Take in what the journal of `state` says; the values stay where they are, in a store that has nothing yet."""
+    """Take in what the journal of `state` says; the values stay where they are, in a store that has nothing yet.
+
+    values: where the disk has them, too; read when the memory of before is gone.
+    """
     if told.stopped.kind is StopKind.DAMAGED:
         raise SetupError(
             f"the journal in {state.journal_folder} is damaged: what was acknowledged after that place cannot be read",
@@ -70,7 +84,7 @@ def recover_shards(
             fix="put them back from a copy; or, where replicas have the rest, give this node's up: "
             f"`ucxkv forget {state.folder}`",
         )
-    out = ShardRecovery(journal, is_memory_lost=bool(memory.why_empty and told.last_lsn))
+    out = ShardRecovery(journal, is_memory_lost=bool(memory.why_empty and values is None and told.last_lsn))
     try:
         for record in told.snapshot:
             feed(out.logs, bytes(record))
@@ -85,7 +99,7 @@ def recover_shards(
             fix="start the node as it was started before (with or without --cluster), by the version that wrote it; to "
             f"give its blocks up: `ucxkv forget {state.folder}`",
         ) from exc
-    _prove(store, memory, out)
+    _prove(store, memory, out, values)
     try:
         store.slabs.restore(_places(out.logs))
     except ForeignExtent as exc:
@@ -99,7 +113,7 @@ def recover_shards(
     return out
 
 
-def _prove(store: HostStore, memory: NodeMemory, out: ShardRecovery) -> None:
+def _prove(store: HostStore, memory: NodeMemory, out: ShardRecovery, values: ValueFile | None) -> None:
     """Mark what is not there any more, or not what was put: all of it in one go, by several threads."""
     pieces = [(number, rows, is_over) for number, log in out.logs.items() for rows, is_over in _newest_first(log)]
     if not pieces:
@@ -107,7 +121,7 @@ def _prove(store: HostStore, memory: NodeMemory, out: ShardRecovery) -> None:
     whole = np.concatenate([rows for _, rows, _ in pieces])
     here = whole["region"] != ABSENT_REGION
     good = np.zeros(len(whole), np.bool_)
-    if not memory.why_empty:
+    if are_there(memory, whole, values):
         good = here & (proven(store, whole) == 0)
     out.blocks, at = int(good.sum()), 0
     for number, rows, is_over in pieces:
