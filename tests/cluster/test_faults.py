@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.dying_node import STEPS
-from tests.cluster.faults import FORGETTING, KINDS, LOCAL, Field, Rules, draw
+from tests.cluster.faults import FORGETTING, KINDS, LOCAL, REBOOTS, Field, Rules, draw
 from tests.cluster.machines import NodeMachine
 from tests.cluster.worker import _shards
 from ucxkv.control import Entry
@@ -50,9 +50,8 @@ class FakeMachines:
 
 def test_a_seed_is_a_plan() -> None:
     """Method: the same seed twice; all kinds come; none that needs a network where there is none."""
-    plans = [
-        [draw(random.Random(seed), 2.0, has_network=True, durability="power") for seed in range(300)] for _ in "12"
-    ]
+    seeds = range(300)
+    plans = [[draw(random.Random(seed), 2.0, has_network=True, durability="power") for seed in seeds] for _ in "12"]
     assert plans[0] == plans[1]
     assert {fault.kind for plan in plans[0] for fault in plan} == KINDS.keys()
     assert all(1 <= len(plan) <= 3 and 0 < fault.span_s < 6 for plan in plans[0] for fault in plan)
@@ -61,11 +60,14 @@ def test_a_seed_is_a_plan() -> None:
 
 
 def test_what_memory_does_not_survive_is_never_done_to_it() -> None:
-    """Goal: no fault beyond what durability = memory promises. Method: no kill of two, and a kill is the only fault."""
+    """Goal: no fault beyond what the durability promises. Method: with memory no kill of two, and a kill is the only
+    fault; with process no reboot."""
     for seed in range(500):
         kinds = [fault.kind for fault in draw(random.Random(seed), 2.0, has_network=True, durability="memory")]
         assert not set(kinds) & set(FORGETTING)
         assert "kill" not in kinds or kinds == ["kill"]
+        kinds = [fault.kind for fault in draw(random.Random(seed), 2.0, has_network=True, durability="process")]
+        assert not set(kinds) & set(REBOOTS)
 
 
 def test_rules_that_overlap_are_undone_one_by_one() -> None:
