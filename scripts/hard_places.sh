@@ -55,7 +55,7 @@ tests_in() {
     plain) "${pytest[@]}" ;;
     no-io_uring) "$UCXKV_PYTHON" scripts/without_io_uring.py -- "${pytest[@]}" ;;
     memlock) (unlocked "${pytest[@]}") ;;
-    tmpfs) mkdir -p "$memory" && "${pytest[@]}" --basetemp="$memory/tests" ;;
+    tmpfs) mkdir -p "$memory/tmp" && TMPDIR="$memory/tmp" "${pytest[@]}" --basetemp="$memory/tests" ;;
   esac
 }
 
