@@ -285,7 +285,14 @@ FORGETTING = ("kill of leader and replica", "kill of all")
 REBOOTS = ("reboot of all",)
 """Those that durability = power alone survives."""
 
-_WEIGHTS = {"kill": 5, "reboot of all": 3, "freeze": 4, "partition of nodes": 3, "isolation": 2, "partition from etcd": 2}
+_WEIGHTS = {
+    "kill": 5,
+    "reboot of all": 3,
+    "freeze": 4,
+    "partition of nodes": 3,
+    "isolation": 2,
+    "partition from etcd": 2,
+}
 
 
 def draw(rng: random.Random, lease_s: float, *, has_network: bool, durability: str) -> list[Fault]:
