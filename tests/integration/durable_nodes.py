@@ -12,7 +12,7 @@ from tests.harness import NodeProcess
 from ucxkv.node import Node, NodeConfig
 from ucxkv.node.state import forget
 
-__all__ = ["MIB", "Lives", "life", "lives"]
+__all__ = ["MIB", "Lives", "life", "lives", "reboot"]
 
 MIB = 1 << 20
 
@@ -45,6 +45,13 @@ class Lives:
         """The file with the values."""
         (found,) = Path("/dev/shm").glob(f"ucxkv-{self.name}-????????????????")
         return found
+
+
+def reboot(*names: str) -> None:
+    """What the end of a machine takes along of these nodes."""
+    for name in names:
+        for path in Path("/dev/shm").glob(f"ucxkv-{name}-*"):
+            path.unlink()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import pytest
 import ucxkv
 from tests.conftest import blocks, keys
 from tests.faults import works
-from tests.integration.durable_nodes import MIB, Lives, life
+from tests.integration.durable_nodes import MIB, Lives, life, reboot
 from tests.integration.replicas import Trio, Writer, connected
 from ucxkv import DeleteStatus, PutStatus
 from ucxkv.node import Node
@@ -31,13 +31,6 @@ def on_a_disk(tmp_path: Path) -> None:
     """Temporary folders may be in memory, where a node refuses to promise this."""
     if {file_system(tmp_path), file_system(Path(tempfile.gettempdir()))} & {"tmpfs", "ramfs"}:
         pytest.skip("temporary files are in memory: set TMPDIR to a folder on a disk")
-
-
-def reboot(*names: str) -> None:
-    """What the end of a machine takes along of these nodes."""
-    for name in names:
-        for path in Path("/dev/shm").glob(f"ucxkv-{name}-*"):
-            path.unlink()
 
 
 def overwrite(path: Path, offset: int, data: bytes) -> None:
