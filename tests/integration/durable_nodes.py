@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -47,10 +48,11 @@ class Lives:
         return found
 
 
-def reboot(*names: str) -> None:
-    """What the end of a machine takes along of these nodes."""
-    for name in names:
-        for path in Path("/dev/shm").glob(f"ucxkv-{name}-*"):
+def reboot(*state_dirs: Path) -> None:
+    """What the end of their machine takes along of these nodes, which do not run."""
+    for folder in state_dirs:
+        identity = json.loads((folder / "node.json").read_text())["identity"]
+        for path in Path("/dev/shm").glob(f"ucxkv-*-{identity}*"):
             path.unlink()
 
 

@@ -146,7 +146,7 @@ async def test_a_durable_put_below_blocks_on_disk_makes_them_durable(
             await wait_until(lambda: on_disk(kv), "all copies to be written")
         node.kill()
     if durability == "power":
-        reboot("d1")
+        reboot(tmp_path / "state")
     with process(tmp_path, **flags) as node:
         async with ucxkv.connect(node.address) as kv:
             match = await kv.match(chain)

@@ -71,7 +71,7 @@ async def test_what_was_acknowledged_is_there_after_a_reboot(again: Lives, path:
             assert await kv.put(mixed[-1], values[5], mixed[-2], durable=True) is PutStatus.STORED
             assert (await kv.put_many(cache, values[:8], "chain")).ok
         node.kill()
-    reboot(again.name)
+    reboot(again.folder)
     for extra in range(2):
         with again.process(durability="power") as node:
             async with ucxkv.connect(node.address, path=path) as kv:
@@ -85,7 +85,7 @@ async def test_what_was_acknowledged_is_there_after_a_reboot(again: Lives, path:
                 assert await kv.put(keys(1)[0], values[extra], durable=True) is PutStatus.STORED
                 assert await works(kv)
             node.kill()
-        reboot(again.name)
+        reboot(again.folder)
 
 
 async def test_a_process_that_is_killed_needs_no_disk_to_come_back(again: Lives) -> None:
@@ -110,7 +110,7 @@ async def test_a_value_that_the_disk_has_no_longer_is_a_miss_and_said(again: Liv
     file = again.folder / "journal" / "values"
     overwrite(file, file.read_bytes().index(values[1].tobytes()) + 50_000, bytes([values[1].reshape(-1)[50_000] ^ 1]))
     for lost in (2, 0):
-        reboot(again.name)
+        reboot(again.folder)
         async with life(again, durability="power") as (node, kv):
             assert (await kv.exists_many(chain)).tolist() == [True, False, False]
             assert await kv.get(chain[0]) == values[0].tobytes()
@@ -127,11 +127,11 @@ async def test_a_node_goes_over_to_power_and_back(again: Lives) -> None:
     async with life(again, durability="power") as (_, kv):
         assert await kv.put(two, b"two", durable=True) is PutStatus.STORED
         assert values.stat().st_size >= 64 * MIB
-    reboot(again.name)
+    reboot(again.folder)
     async with life(again) as (_, kv):
         assert (await kv.get(one), await kv.get(two)) == (bytes(70_000), b"two")
         assert not values.exists()
-    reboot(again.name)
+    reboot(again.folder)
     async with life(again) as (node, kv):
         assert await kv.get(one) is None
         assert node.report().numbers["durable_lost"] == 2
@@ -173,7 +173,7 @@ async def test_a_cluster_survives_the_power_cut_of_all_its_machines(trio: Trio, 
         assert await writer.put(kv, 60) == 60
         await writer.delete_tails(kv, 4)
         trio.kill("a", "b")
-    reboot("a", "b")
+    reboot(trio.state("a"), trio.state("b"))
     trio.start("a", "b", durability="power")
     await trio.settled(followed=followed)
     async with connected(trio) as kv:
