@@ -18,8 +18,8 @@ SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "crash_rounds.py"
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("more", [[], ["--reboots"]], ids=["process", "power"])
 def test_rounds_of_kill_9_lose_nothing_that_was_acknowledged(more: list[str]) -> None:
-    """Goal: 0 lost, back, wrong and holes. Method: `scripts/crash_rounds.py`, a few rounds: seed 5; with power the memory
-    goes, too."""
+    """Goal: 0 lost, back, wrong and holes. Method: `scripts/crash_rounds.py`, a few rounds: seed 5; with power
+    the memory goes, too."""
     if more and file_system(Path(tempfile.gettempdir())) in ("tmpfs", "ramfs"):
         pytest.skip("temporary files are in memory: set TMPDIR to a folder on a disk")
     command = [sys.executable, str(SCRIPT), "--rounds", "3", "--seed", "5", "--host-bytes", "64MiB", "--json", *more]
