@@ -20,6 +20,7 @@ from ucxkv.errors import SetupError
 __all__ = ["Files", "FolderFiles", "setup_error"]
 
 LOCK_NAME = "lock"
+_RESERVE_STEP_BYTES = 16 << 20
 
 
 class Files(Protocol):
@@ -55,7 +56,7 @@ class Files(Protocol):
         """Write all of it there."""
 
     def reserve(self, handle: int, nbytes: int) -> None:
-        """Make the file that large at least, with room on the disk for all of it."""
+        """Fill a new file with so many zeros, on the disk: a later sync has no allocation to write down."""
 
     def sync(self, handle: int) -> None:
         """Return when the file's bytes are on the disk."""
@@ -171,7 +172,12 @@ class FolderFiles:
 
     def reserve(self, handle: int, nbytes: int) -> None:
         """See Files.reserve."""
-        os.posix_fallocate(handle, 0, nbytes)
+        os.posix_fallocate(handle, 0, nbytes)  # a full disk is said at once
+        zeros = bytes(_RESERVE_STEP_BYTES)
+        for offset in range(0, nbytes, len(zeros)):
+            self.write(handle, offset, zeros[: nbytes - offset])
+            os.fdatasync(handle)
+            self.forget_cached(handle)
 
     def sync(self, handle: int) -> None:
         """See Files.sync."""
