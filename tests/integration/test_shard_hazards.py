@@ -242,6 +242,6 @@ def test_a_journal_whose_values_are_gone_is_whole_only_where_all_has_left(steps:
         said = {"rows": rows.copy()} if step == "C" else {"keys": rows["key"].tobytes()}
         log.entries.append(LoggedEntry(index, 1, Kind.RECORD, **said))
     found = ShardRecovery(journal=None, logs={0: log})  # type: ignore[arg-type]
-    _prove(None, SimpleNamespace(why_empty="the machine was started anew"), found)  # type: ignore[arg-type]
+    _prove(None, SimpleNamespace(why_empty="the machine was started anew"), found, None)  # type: ignore[arg-type]
     assert found.lacking.get(0, 0) == lacking
     assert found.is_whole(0, (ShardConfig(1, Member("b", 1), frozenset({Member("b", 1)})), 1), "a") == (not lacking)

@@ -359,4 +359,4 @@ def recovered(store: HostStore, frames: list[list[bytes]]) -> ShardRecovery:
     )
     memory = SimpleNamespace(why_empty="", held_units=[])
     state = SimpleNamespace(folder="state", journal_folder="journal")
-    return recover_shards(store, state, memory, None, told)  # type: ignore[arg-type]
+    return recover_shards(store, state, memory, None, told, None)  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ class Home:
         self.segment = Path(state._facts.segment_path)
         self.store = HostStore(self.config, 1, self.epoch, memory=memory)
         try:
-            found = recover_shards(self.store, state, memory, self.journal, told) if recover else None
+            found = recover_shards(self.store, state, memory, self.journal, told, None) if recover else None
             if found is not None:
                 self.store.held_elsewhere = lambda: held_by(found)
                 self.store.check()
