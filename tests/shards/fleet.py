@@ -18,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 
-from tests.shards.life import CHAINS, LEASE_NS, MS, RULE, SHARDS, TIMING, Clock, Life, value_of
+from tests.shards.life import CHAINS, LEASE_NS, MS, RULE, SHARDS, TIMING, Clock, Life, places, value_of
 from ucxkv import errors
 from ucxkv.control.cluster import ClusterView
 from ucxkv.control.records import ClusterRecord, MemberRecord
@@ -87,7 +87,7 @@ class Fleet:
         self.waiting: list[Asked] = []
         self.names = ("a", "b", "c")[:replicas]
         self.lives: dict[str, Life] = {}
-        self.do(lambda: [self.lives.__setitem__(name, Life(self, name, [], None)) for name in self.names])
+        self.do(lambda: [self.lives.__setitem__(name, Life(self, name, [], None, b"")) for name in self.names])
 
     def do(self, what: Callable[[], Any]) -> Any:
         """Carry out one step, and what follows from it at once."""
@@ -268,16 +268,26 @@ class Fleet:
 
     # ---- deaths
 
-    def restart(self, name: str, cut: int = 0, *, is_empty: bool = False) -> None:
-        """kill -9, and start again: up to `cut` frames that were not acknowledged are in the journal too."""
+    def restart(self, name: str, cut: int = 0, *, is_empty: bool = False, is_rebooted: bool = False) -> None:
+        """kill -9, and start again: up to `cut` frames that were not acknowledged are in the journal too. is_rebooted:
+        all that was in memory is gone, and read from the disk again, as with durability = power.
+        """
         life = self.lives.pop(name)
         self.waiting = [one for one in self.waiting if one.life is not life]  # nobody will know
         count = min(len(life.frames), life.durable_count + cut)
+        life.write(count)
         memory = bytes(life.store.segment.view)
+        if is_rebooted:
+            found = bytearray(len(memory))
+            for records in life.frames[:count]:
+                for at, length in places(records):
+                    found[at : at + length] = life.values[at : at + length]
+            memory = bytes(found)
+        values = bytes(len(memory)) if is_empty else bytes(life.values)
         self.loop.run_until_complete(life.close())
         self.net = deque(one for one in self.net if name not in one[:2])
         frames = [] if is_empty else list(life.frames[:count])
-        self.do(lambda: self.lives.__setitem__(name, Life(self, name, frames, None if is_empty else memory)))
+        self.do(lambda: self.lives.__setitem__(name, Life(self, name, frames, None if is_empty else memory, values)))
 
     # ---- what must hold
 

@@ -18,6 +18,7 @@ from ucxkv.control import Conflict, OutcomeUnknown
 from ucxkv.journal import StopKind
 from ucxkv.node.config import NodeConfig
 from ucxkv.node.shards import Shards
+from ucxkv.node.shards.records import named
 from ucxkv.node.shards.recovery import ShardRecovery, recover_shards
 from ucxkv.node.shards.shard import Shard
 from ucxkv.node.store import HostStore
@@ -149,8 +150,11 @@ class TimedShards(Shards):
 class Life:
     """One process of a node: what `Shards` asks of its node."""
 
-    def __init__(self, fleet: Fleet, name: str, frames: list[list[bytes]], memory: bytes | None) -> None:
+    def __init__(self, fleet: Fleet, name: str, frames: list[list[bytes]], memory: bytes | None, values: bytes) -> None:
         self.fleet, self.name = fleet, name
+        self.values = bytearray(values or bytes(HOST_BYTES))
+        """What the disk has of the memory, with durability = power: of each frame what it names, as it was when
+        the frame was written, which is here as late as can be."""
         self.timers = Timers(fleet.clock)
         self.frames = frames
         self.durable_count = len(frames)
@@ -231,10 +235,17 @@ class Life:
             self.frames.append(records)
         self.unacked.append((shard, serial, len(self.frames)))
 
+    def write(self, count: int) -> None:
+        """So many frames are on the disk, and before them the values that they name."""
+        for records in self.frames[self.durable_count : count]:
+            for at, length in places(records):
+                self.values[at : at + length] = self.store.segment.view[at : at + length]
+        self.durable_count = max(self.durable_count, count)
+
     def ack(self, count: int) -> None:
         for _ in range(min(count, len(self.unacked))):
             shard, serial, frames = self.unacked.popleft()
-            self.durable_count = max(self.durable_count, frames)
+            self.write(frames)
             if serial:
                 shard.handle(ev.Persisted(serial))
 
@@ -348,6 +359,13 @@ class FleetMirror:
             assert taken.status == b"\0"
             status.append(0)
         return np.array(status, np.uint8)
+
+
+def places(records: list[bytes]) -> list[tuple[int, int]]:
+    """(offset, length) of the values that these records name."""
+    rows = named(records)
+    rows = rows[rows["region"] == 0]
+    return list(zip(rows["offset"].tolist(), rows["length"].tolist(), strict=True))
 
 
 def recovered(store: HostStore, frames: list[list[bytes]]) -> ShardRecovery:

@@ -119,9 +119,9 @@ class FleetMachine(RuleBasedStateMachine):
     def doubt(self, count: int) -> None:
         self.fleet.doubts = count
 
-    @rule(node=NODES, cut=st.integers(0, 6))
-    def restart(self, node: int, cut: int) -> None:
-        self.fleet.restart(self.name(node), cut)
+    @rule(node=NODES, cut=st.integers(0, 6), is_rebooted=st.booleans())
+    def restart(self, node: int, cut: int, is_rebooted: bool) -> None:
+        self.fleet.restart(self.name(node), cut, is_rebooted=is_rebooted)
 
     @invariant()
     def holds(self) -> None:
