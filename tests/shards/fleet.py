@@ -18,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 
-from tests.shards.life import CHAINS, LEASE_NS, MS, RULE, SHARDS, TIMING, Clock, Life, places, value_of
+from tests.shards.life import CHAINS, LEASE_NS, MS, RULE, SHARDS, TIMING, Clock, Life, value_of
 from ucxkv import errors
 from ucxkv.control.cluster import ClusterView
 from ucxkv.control.records import ClusterRecord, MemberRecord
@@ -276,13 +276,7 @@ class Fleet:
         self.waiting = [one for one in self.waiting if one.life is not life]  # nobody will know
         count = min(len(life.frames), life.durable_count + cut)
         life.write(count)
-        memory = bytes(life.store.segment.view)
-        if is_rebooted:
-            found = bytearray(len(memory))
-            for records in life.frames[:count]:
-                for at, length in places(records):
-                    found[at : at + length] = life.values[at : at + length]
-            memory = bytes(found)
+        memory = life.reread(count) if is_rebooted else bytes(life.store.segment.view)
         values = bytes(len(memory)) if is_empty else bytes(life.values)
         self.loop.run_until_complete(life.close())
         self.net = deque(one for one in self.net if name not in one[:2])

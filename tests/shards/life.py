@@ -238,9 +238,24 @@ class Life:
     def write(self, count: int) -> None:
         """So many frames are on the disk, and before them the values that they name."""
         for records in self.frames[self.durable_count : count]:
-            for at, length in places(records):
-                self.values[at : at + length] = self.store.segment.view[at : at + length]
+            for row in named(records):
+                if row["region"] == 0:
+                    at, end = int(row["offset"]), int(row["offset"]) + int(row["length"])
+                    self.values[at:end] = self.store.segment.view[at:end]
         self.durable_count = max(self.durable_count, count)
+
+    def reread(self, count: int) -> bytes:
+        """The memory after a reboot: of so many frames what the disk has. What a process that was killed would find
+        is among it.
+        """
+        found, memory = bytearray(HOST_BYTES), self.store.segment.view
+        for row in named([record for records in self.frames[:count] for record in records]):
+            if row["region"] == 0:
+                at, end = int(row["offset"]), int(row["offset"]) + int(row["length"])
+                found[at:end] = self.values[at:end]
+                is_there = sum_bytes(memory[at:end]) == row["sum"]
+                assert not is_there or sum_bytes(found[at:end]) == row["sum"], "not on the disk"
+        return bytes(found)
 
     def ack(self, count: int) -> None:
         for _ in range(min(count, len(self.unacked))):
@@ -359,13 +374,6 @@ class FleetMirror:
             assert taken.status == b"\0"
             status.append(0)
         return np.array(status, np.uint8)
-
-
-def places(records: list[bytes]) -> list[tuple[int, int]]:
-    """(offset, length) of the values that these records name."""
-    rows = named(records)
-    rows = rows[rows["region"] == 0]
-    return list(zip(rows["offset"].tolist(), rows["length"].tolist(), strict=True))
 
 
 def recovered(store: HostStore, frames: list[list[bytes]]) -> ShardRecovery:

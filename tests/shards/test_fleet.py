@@ -203,3 +203,24 @@ def test_memory_that_readers_may_look_at_is_not_free_before_its_time(pair: Fleet
     assert not life.timers.late_offsets()
     assert np.frombuffer(life.store.segment.view, np.uint8).size
     pair.check()
+
+
+def test_all_machines_lose_their_memory_at_once(pair: Fleet) -> None:
+    """Goal: I8 with durability = power. Method: blocks put, deleted and put again in the places of others, then both
+    nodes are without memory; the disk has of each block what a killed process would find, and all are shown again."""
+    for version in range(3):
+        for at in range(3):
+            pair.put("a", 0, at, version)
+            pair.put("b", 1, at, version)
+        pair.advance(100)
+        if version < 2:
+            for at in reversed(range(3)):
+                pair.delete("a", 0, at)
+                pair.delete("b", 1, at)
+            pair.advance(100)
+    pair.check()
+    assert all(pair.sure[CHAINS[shard][at]] is not None for shard in range(2) for at in range(3))
+    for name in ("a", "b"):
+        pair.restart(name, is_rebooted=True)
+    pair.heal()
+    assert {CHAINS[0][2], CHAINS[1][2]} <= {*pair.lives["a"].visible(), *pair.lives["b"].visible()}
