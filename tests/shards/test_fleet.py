@@ -212,11 +212,11 @@ def test_all_machines_lose_their_memory_at_once(pair: Fleet) -> None:
         for at in range(3):
             pair.put("a", 0, at, version)
             pair.put("b", 1, at, version)
-        pair.advance(100)
-        if version < 2:
-            for at in reversed(range(3)):
-                pair.delete("a", 0, at)
-                pair.delete("b", 1, at)
+            pair.advance(100)
+        pair.check()
+        for at in (2, 1, 0) if version < 2 else ():
+            pair.delete("a", 0, at)
+            pair.delete("b", 1, at)
             pair.advance(100)
     pair.check()
     assert all(pair.sure[CHAINS[shard][at]] is not None for shard in range(2) for at in range(3))
