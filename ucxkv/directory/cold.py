@@ -200,6 +200,7 @@ class ColdBlocks:
         directory = self._directory
         slots: list[int] = directory.table.find(event.keys).tolist()
         gone: list[int] = []
+        copies: list[Extent] = []
         for slot, handle in zip(slots, as_memory(event.handles).cast("I").tolist(), strict=True):
             if slot < 0 or not handle:
                 continue
@@ -210,7 +211,9 @@ class ColdBlocks:
                 if self._again_max > 0:
                     self._again_max -= 1
                     self.fresh.append((slot, directory.words.generation(slot)))
-                directory.leaving.add([(DISK_REGION, handle, 0)], now_ns)
+                copies.append((DISK_REGION, handle, 0))
+        if copies:
+            directory.leaving.add(copies, now_ns)
         reason = DAMAGED if event.is_damage else "the datafile of its copy, or of one above it, was needed again"
         reply = RemovedReply(0, 0)
         if gone:
@@ -236,6 +239,7 @@ class ColdBlocks:
         arrays["parent"][mine] = over.astype(np.uint32)  # -1 is NONE
         arrays["holds"][mine] = COLD
         directory.ranking.came_held(mine.astype(np.int64), now_ns)
+        directory.offspring.came(mine.tolist())
         np.add.at(self.arrays["below"], over[over >= 0], np.uint32(1))
         directory.blocks += len(mine)
         directory.bytes += nbytes

@@ -38,7 +38,8 @@ from ucxkv.directory.evicting import evict
 from ucxkv.directory.invariants import check
 from ucxkv.directory.leases import LeaseTable
 from ucxkv.directory.leaving import LeavingList
-from ucxkv.directory.loss import lose
+from ucxkv.directory.loss import drop, lose
+from ucxkv.directory.offspring import Offspring
 from ucxkv.directory.parts import PartWriter
 from ucxkv.directory.ranking import DAMAGED, Ranking
 from ucxkv.directory.records import SlotWords, derived_keys
@@ -95,6 +96,7 @@ class Directory:
         self.durable = DurableWriter(self, limits.staged)
         self.elsewhere = Elsewhere(self, role)
         self.cold = ColdBlocks(self, is_on=has_disk)
+        self.offspring = Offspring(self, is_on=has_disk)
         self.roots = RootFinder(self)
         self.generation = 0
         self.blocks = self.bytes = 0
@@ -185,7 +187,7 @@ class Directory:
     @property
     def side_bytes(self) -> int:
         """Bytes of the arrays beside the table, without a learner's own."""
-        arrays = (*self.arrays.values(), *self.cold.arrays.values())
+        arrays = (*self.arrays.values(), *self.cold.arrays.values(), *self.offspring.arrays.values())
         return self.ranking.depths.nbytes + sum(array.nbytes for array in arrays)
 
     def index_bytes_per_block(self) -> float:
@@ -216,7 +218,9 @@ class Directory:
             self.ranking.readmit(slot)
 
     def leave_parent(self, slot: int) -> None:
-        """A visible block that has a parent goes: that is held by one less."""
+        """A visible block goes whose parent stays: that is held by one less."""
+        if self.offspring.is_on:
+            self.offspring.left_parent(slot)
         if self.holds[slot] & COLD:
             self.cold.below[self.parent[slot]] -= 1
         else:
@@ -228,6 +232,8 @@ class Directory:
         self.holds[slot] = 0
         self.ranking.came([slot], now_ns)
         self.elsewhere.arrived((slot,))
+        if self.offspring.is_on:
+            self.offspring.came((slot,))
         self.blocks += 1
         self.bytes += length
         self.totals["stored"] += 1
@@ -235,6 +241,8 @@ class Directory:
     def arrived_all(self, slots: list[int], nbytes: int, now_ns: int) -> None:
         """Blocks have become visible that something holds; the caller has set what and their parents."""
         self.ranking.came(slots, now_ns)
+        if self.offspring.is_on:
+            self.offspring.came(slots)
         self.blocks += len(slots)
         self.bytes += nbytes
         self.totals["stored"] += len(slots)
@@ -287,6 +295,7 @@ class Directory:
         if stored:
             self.ranking.came(stored, now_ns)
         if self.cold.is_on:
+            self.offspring.came(stored)
             self.cold.arrived(stored)
         self.blocks += len(stored)
         self.bytes += nbytes
@@ -409,6 +418,7 @@ class Directory:
             self.leave_parent(slot)
         if self.cold.is_on:
             self.cold.left(slot, extents)
+            self.offspring.left(slot)
         self.durable.left(slot)
         self.elsewhere.left(slot)
         pins = self.leases.pins
@@ -452,7 +462,7 @@ class Directory:
 
     def drop_slots(self, slots: list[int], now_ns: int, reason: str, *, is_evicted: bool = False) -> ev.RemovedReply:
         """Hide these slots' blocks and all descendants, whatever holds them."""
-        reply = lose(self, set(), now_ns, reason, slots, is_evicted=is_evicted)
+        reply = drop(self, slots, now_ns, reason, is_evicted=is_evicted)
         self.blocks -= reply.blocks
         self.bytes -= reply.bytes
         self.totals["lost"] += reply.blocks

@@ -90,6 +90,7 @@ def _check_holds(directory: Directory, visible: set[int], blocks: set[int]) -> N
         holds[slot] += directory.leases.pins.get(directory.words.generation(slot), 0)
         assert directory.holds[slot] & ~(DURABLE | COLD) == holds[slot], "holds"
     directory.ranking.check(blocks)
+    directory.offspring.check(blocks)
 
 
 def _check_durable(directory: Directory, blocks: set[int]) -> None:

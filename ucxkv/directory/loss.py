@@ -1,6 +1,7 @@
-"""Taking out everything that stood on regions which are gone, and all that hangs on it, in one step.
+"""Taking out at once what is lost and all that hangs on it: no half of it may be seen by an event.
 
-Vectorised over the whole table: losing a node may remove millions of blocks, and no half of it may be seen by an event.
+What stood on regions that are gone is looked for in the whole table, vectorised, since losing a node may remove
+millions of blocks. What single blocks take along is found from them (`offspring`), where that is kept.
 """
 
 from __future__ import annotations
@@ -14,56 +15,104 @@ import numpy.typing as npt
 
 from ucxkv.directory.descent import with_descendants
 from ucxkv.directory.events import Extent, RemovedReply
-from ucxkv.directory.slots import NONE, PART_FLAG
+from ucxkv.directory.records import derived_keys
+from ucxkv.directory.slots import NONE, PART_FLAG, U32
 
 if TYPE_CHECKING:
     from ucxkv.directory.core import Directory
 
+Slots = npt.NDArray[np.int64]
 
-def lose(
-    directory: Directory,
-    regions: set[int],
-    now_ns: int,
-    reason: str,
-    slots: Sequence[int] = (),
-    *,
-    is_evicted: bool = False,
-) -> RemovedReply:
-    """Hide every block with a part in these regions or in these slots and all descendants, deepest first.
+
+def lose(directory: Directory, regions: set[int], now_ns: int, reason: str) -> RemovedReply:
+    """Hide every block with a part in these regions and all descendants, deepest first.
 
     Extents outside the lost regions leave in good order.
 
     Gives up the writing of blocks with a sealed part there or below what is hidden. Counters are the caller's to
-    adjust. reason, is_evicted: what the policy and its log are told.
+    adjust. reason: what the policy and its log are told.
     """
-    table, arrays = directory.table, directory.arrays
-    records = table.records[: table.fresh]
-    is_visible = records["state"] == 1
+    records, is_visible, parents = _all(directory)
     is_derived = is_visible & (records["flags"][:, 0] & PART_FLAG != 0)
-    parents = np.where(is_visible, arrays["parent"][: table.fresh], np.uint32(NONE))
     is_hit = is_visible & np.isin(records["region"], np.array(sorted(regions), np.uint16))
-    is_hit[list(slots)] = True
     marked = is_hit.copy()
     marked[parents[is_hit & is_derived]] = True  # a lost part takes its block along
     gone = with_descendants(parents, marked)
     blocks, derived = gone[~is_derived[gone]], gone[is_derived[gone]]
-    order = np.concatenate([blocks, derived])
-    directory.ranking.gone(blocks, now_ns, reason, is_evicted=is_evicted)
-    directory.elsewhere.gone(blocks)
-
-    left = directory.durable.gone(blocks.tolist())
     is_gone = np.zeros(len(records) + 1, np.bool_)
     is_gone[blocks] = True
     above = np.minimum(parents[blocks], np.uint32(len(records)))
     tops = blocks[(above != len(records)) & ~is_gone[above]]
-    for slot in tops.tolist():
-        directory.leave_parent(slot)
+    return _take_out(directory, blocks, derived, tops.tolist(), regions, now_ns, reason, is_evicted=False)
 
+
+def drop(
+    directory: Directory, slots: Sequence[int], now_ns: int, reason: str, *, is_evicted: bool = False
+) -> RemovedReply:
+    """Hide the blocks of these slots, which may be parts of them, and all descendants, children first.
+
+    Gives up the writing of blocks below. Counters, reason: as for `lose`. is_evicted: what the policy is told, too.
+    Work: in proportion to what goes, with a disk tier; elsewhere only as long as no block has children.
+    """
+    words, parent = directory.words, directory.parent
+    hit = list(dict.fromkeys(parent[slot] if words.is_derived(slot) else slot for slot in slots))
+    if directory.offspring.is_on:
+        order, heads = directory.offspring.with_descendants(hit)
+    elif not any(map(directory.children, hit)):
+        order = heads = hit
+    else:
+        order, heads = _look_for(directory, hit)
+    tops = [slot for slot in heads if parent[slot] != NONE]
+    parted = [slot for slot in order if words.parts(slot) > 1]
+    keys = b"".join(key for slot in parted for key in derived_keys(words.key(slot), words.parts(slot)))
+    blocks, derived = np.array(order, np.int64), directory.table.find(keys).astype(np.int64)
+    return _take_out(directory, blocks, derived, tops, set(), now_ns, reason, is_evicted=is_evicted)
+
+
+def _all(directory: Directory) -> tuple[npt.NDArray[np.void], npt.NDArray[np.bool_], U32]:
+    """Every slot in use: its record, whether it is visible, and its parent, NONE where it is not."""
+    table = directory.table
+    records = table.records[: table.fresh]
+    is_visible = records["state"] == 1
+    return records, is_visible, np.where(is_visible, directory.arrays["parent"][: table.fresh], np.uint32(NONE))
+
+
+def _look_for(directory: Directory, slots: list[int]) -> tuple[list[int], list[int]]:
+    """What `Offspring.with_descendants` finds, by looking at all there is."""
+    records, _, parents = _all(directory)
+    marked = np.zeros(len(records), np.bool_)
+    marked[slots] = True
+    found = with_descendants(parents, marked)
+    order: list[int] = found[records["flags"][found, 0] & PART_FLAG == 0].tolist()
+    gone = set(order)
+    return order, [slot for slot in order if directory.parent[slot] not in gone]
+
+
+def _take_out(
+    directory: Directory,
+    blocks: Slots,
+    derived: Slots,
+    tops: list[int],
+    regions: set[int],
+    now_ns: int,
+    reason: str,
+    *,
+    is_evicted: bool,
+) -> RemovedReply:
+    """Hide these blocks, children first, and then their parts. tops: those whose parents stay."""
+    table, order = directory.table, np.concatenate([blocks, derived])
+    directory.ranking.gone(blocks, now_ns, reason, is_evicted=is_evicted)
+    directory.elsewhere.gone(blocks)
+    left = directory.durable.gone(blocks.tolist())
+    for slot in tops:
+        directory.leave_parent(slot)
     directory.cold.gone(blocks, now_ns)
+    directory.offspring.gone(blocks)
     send_off(directory, order, regions, now_ns)
-    size = int(records["length"][order].sum(dtype=np.uint64))
+    size = int(table.records["length"][order].sum(dtype=np.uint64))
     table.hide(order.astype(np.int32))
-    directory.leaving.forget(regions)
+    if regions:
+        directory.leaving.forget(regions)
     directory.parts.lost(set(blocks.tolist()) if directory.parts.writing else set(), regions, now_ns)
     return RemovedReply(len(blocks), size, left)
 

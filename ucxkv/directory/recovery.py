@@ -42,6 +42,8 @@ def restore(directory: Directory, rows: Records, status: U8, now_ns: int) -> U8:
     arrays["holds"][mine] = DURABLE
     np.add.at(arrays["holds"], over[over >= 0], np.uint32(1))
     directory.ranking.came_held(mine.astype(np.int64), now_ns)
+    if directory.offspring.is_on:
+        directory.offspring.came(mine.tolist())
     directory.blocks += len(mine)
     directory.durable.blocks += len(mine)
     directory.bytes += nbytes

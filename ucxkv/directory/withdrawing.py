@@ -52,6 +52,7 @@ def withdraw(directory: Directory, event: Withdraw, now_ns: int) -> WithdrawRepl
     directory.ranking.gone(blocks, now_ns, "another node leads its shard now")
     directory.elsewhere.gone(blocks)
     directory.cold.gone(blocks, now_ns)
+    directory.offspring.gone(blocks)
     send_off(directory, freed, set(), now_ns)
     lengths = table.records["length"]
     size = int(lengths[order].sum(dtype=np.uint64))
