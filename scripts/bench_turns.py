@@ -5,16 +5,15 @@
 A turn is one call from the loop, in which nobody else is served. Rows "lost": a directory with a disk tier whose table
 is full of chains of 32 cold blocks is told that copies are gone: of a chain's last block, of its first one (and all 32
 go), of a datafile's worth of whole chains, and that a value in memory is bad. Bound: a Delete of as many blocks, in
-turns: both take each block out of the table once. Rows "evict": a store of --host-bytes takes chains of 16 blocks of 16
-KiB, makes room between its watermarks as a node does, and every turn in which it does so counts; `longest_us` is the
-worst. Bound: 1 ms.
+turns: both take each block out of the table once. Row "places": which copies were in that datafile. Row "evict": a
+store of --host-bytes takes chains of 16 blocks of 16 KiB, makes room between its watermarks as a node does, and every
+turn in which it does so counts; `longest_us` is the worst. Bound: 1 ms.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import numpy as np
 from benchlib import Bench, main, parser
@@ -22,9 +21,11 @@ from benchlib import Bench, main, parser
 from ucxkv.cli.measure import Row, Series, row
 from ucxkv.directory import Directory, SlotTable, events, table_bytes, tiering
 from ucxkv.node.config import NodeConfig
+from ucxkv.node.disk.places import Places
 from ucxkv.node.policy import NodePolicy
 from ucxkv.node.store import HostStore
 from ucxkv.protocol import messages as m
+from ucxkv.tiers.datafiles import Place
 
 _CHAIN, _LENGTH = 32, 64 << 10
 _FILE_BLOCKS = (256 << 20) // _LENGTH
@@ -41,7 +42,7 @@ class ColdTable:
         memory = np.zeros(table_bytes(capacity) + 64, np.uint8)
         memory = memory[-memory.ctypes.data % 64 :]
         table = SlotTable(memory.data, capacity, epoch=1, seed=7)
-        config = replace(NodeConfig(), policy=policy, disk=("folder",), grace_ms=1)
+        config = NodeConfig(policy=policy, disk=("folder",), grace_ms=1)  # type: ignore[arg-type]
         self.core: Directory = NodePolicy(config).directory(table, config)
         self.random = np.random.default_rng(5)
         self.now_ns, self.handles = 10**9, 0
@@ -109,6 +110,23 @@ def losses(table: ColdTable, rounds: int) -> Iterator[Row]:
             bound.start_round().append(table.timed(events.Delete(table.chains(chains)[share])))
         one = row("turns", f"lost: {name}", found, bound, batch=touched, limit_name="Delete of as many", verified=True)
         yield one | {"longest_us": longest(found), "us_a_block": round(found.p50_us / touched, 2)}
+
+
+def places_of_a_file(blocks: int, rounds: int) -> Row:
+    """The row "places": which copies a file had, among all."""
+    places, found = Places(), Series()
+    for file in range(blocks // _FILE_BLOCKS):
+        at = range(file * _FILE_BLOCKS, (file + 1) * _FILE_BLOCKS)
+        keys = [each.to_bytes(16, "little") for each in at]
+        places.add(keys, [Place(file, 1, 4096 * each, _LENGTH, 0, 0, 0) for each in at], [0] * _FILE_BLOCKS)
+    for file in range(rounds):
+        start = time.perf_counter_ns()
+        handles = places.of_file(0, file, 1)
+        found.start_round().append(time.perf_counter_ns() - start)
+        assert len(handles) == _FILE_BLOCKS
+    return row("turns", "places: a datafile is used again", found, batch=_FILE_BLOCKS, verified=True) | {
+        "longest_us": longest(found), "us_a_block": round(found.p50_us / _FILE_BLOCKS, 2)
+    }  # fmt: skip
 
 
 def longest(series: Series) -> float:
@@ -207,7 +225,8 @@ def run() -> int:
     rounds = 5 if arguments.quick else 15
 
     async def lost() -> list[Row]:
-        return list(losses(ColdTable(arguments.blocks, arguments.policy), rounds))
+        rows = list(losses(ColdTable(arguments.blocks, arguments.policy), rounds))
+        return [*rows, places_of_a_file(arguments.blocks, rounds)]
 
     async def evict() -> Row:
         return evictions(arguments.host_bytes, arguments.policy, rounds)

@@ -38,7 +38,7 @@ class NodeConfig:
     """
     slots_count: int = 0
     """Blocks the directory can hold; 0 = one for every 16 KiB of host_bytes, at least 65,536, and one for every 64 KiB
-    on disk (64 + 32 bytes each; 8 more with a disk tier)."""
+    on disk (64 + 32 bytes each; 20 more with a disk tier)."""
     durability: Literal["memory", "process", "power"] = "memory"
     """memory | process | power: what blocks put with durable=True survive. memory: nothing, such puts are refused;
     process: the death of the node's process, by kill -9 too; power: that of the machine, values are on disk, too.

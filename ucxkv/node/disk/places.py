@@ -1,11 +1,17 @@
 """Which handle is which copy: the directory and the datafiles name the same copies, one by a number, one by a place.
 
-Invariants: a handle is in use from `add` until `free`, and names one copy all that time; a copy whose file was used
-again keeps its handle, marked as gone, until nobody names it any more. 64 bytes a handle; no Python object a copy.
+Invariants
+- A handle is in use from `add` until `free`, and names one copy all that time; a copy whose file was used again keeps
+  its handle, marked as gone, until nobody names it any more.
+- What is noted of a file has every handle whose copy is there in this life of it, and those that were and are elsewhere
+  by now. So a file's end costs what was written to it, not what there is.
+
+64 bytes a handle and 4 a note; no Python object a copy.
 """
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,6 +52,8 @@ class Places:
     def __init__(self) -> None:
         self._rows = np.zeros(_BEGIN, _DTYPE)
         self._free = list(range(_BEGIN - 1, 0, -1))  # 0 is no handle
+        self._notes: dict[tuple[int, int, int], array[int]] = {}
+        """(drive, file, generation) -> handles, in the order of the log."""
 
     def __len__(self) -> int:
         return len(self._rows) - 1 - len(self._free)
@@ -67,6 +75,7 @@ class Places:
                 key, place.sum, total, place.generation, place.offset, place.length, place.flags, place.file,
                 place.drive, _THERE, b"",
             )  # fmt: skip
+            self._note(handle, place)
         return np.array(handles, np.uint32)
 
     def place(self, handle: int) -> Place | None:
@@ -100,14 +109,25 @@ class Places:
         row = self._rows[handle]
         for name in ("file", "generation", "offset", "drive"):
             row[name] = getattr(place, name)
+        self._note(handle, place)
+
+    def _note(self, handle: int, place: Place) -> None:
+        life = place.drive, place.file, place.generation
+        handles = self._notes.get(life)
+        if handles is None:
+            handles = self._notes[life] = array("I")
+        handles.append(handle)
 
     def of_file(self, drive: int, file: int, generation: int) -> npt.NDArray[np.uint32]:
-        """The copies in this life of this file, which is over: from now on they are gone."""
-        rows = self._rows
+        """The copies in this life of this file, which is over, in the order of the log: from now on they are gone."""
+        noted = np.array(self._notes.pop((drive, file, generation), ()), np.uint32)[::-1]
+        _, last = np.unique(noted, return_index=True)  # one that was freed may name another copy in the same file
+        handles = noted[np.sort(last)][::-1]
+        rows = self._rows[handles]
         is_there = (rows["file"] == file) & (rows["drive"] == drive) & (rows["generation"] == generation)
-        handles = np.flatnonzero(is_there & (rows["state"] == _THERE)).astype(np.uint32)
-        rows["state"][handles] = _GONE
-        return handles
+        found: npt.NDArray[np.uint32] = handles[is_there & (rows["state"] == _THERE)]
+        self._rows["state"][found] = _GONE
+        return found
 
     def keys(self, handles: npt.NDArray[np.uint32]) -> bytes:
         """Of each of these, one after the other."""
