@@ -71,6 +71,7 @@ import os
 from ucxkv.journal.files import FolderFiles
 from ucxkv.journal.journal import Journal
 from ucxkv.node.requests import Requests
+from ucxkv.node.room import Room
 from ucxkv.node.space import Space
 from ucxkv.node.store import HostStore
 from ucxkv.protocol import messages as m
@@ -161,8 +162,9 @@ async def test_kill_9_at_every_step_of_an_eviction(again: Lives) -> None:
     for at in (1, 2, 3, 4, 5, 6, 8, 10, 13, 17, 22):
         program = _DIE.replace("DIE_AT", str(at)).replace(
             'steps[1] |= isinstance(arguments[2], WATCHED)', "pass"
-        ).replace('(Space, "refill"),', '(Space, "refill"), (HostStore, "evict"),').replace(
-            "        step()\n        result", '        steps[1] |= name == "evict"\n        step()\n        result'
+        ).replace('(Space, "refill"),', '(Space, "refill"), (Room, "go_on"),').replace(
+            "        step()\n        result", '        steps[1] |= name == "go_on" and arguments[0].owed > 0\n'
+            "        step()\n        result",
         )  # fmt: skip
         with again.process(host_bytes="16MiB", program=program) as node:
             async with ucxkv.connect(node.address) as kv:

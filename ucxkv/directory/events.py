@@ -103,12 +103,14 @@ class DeleteReply:
 class RemovedReply:
     """How many blocks, and how many bytes of values, were taken out of sight; their extents follow when they are
     free. left: the keys of durable ones among them, to log as gone. demoted: bytes of memory that blocks gave up which
-    are visible all the same, from disk; the rest is counted without them."""
+    are visible all the same, from disk; the rest is counted without them. is_cut: some went, and more would have but
+    for the event's bounds."""
 
     blocks: int
     bytes: int
     left: Buffer = b""
     demoted: int = 0
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,8 +326,8 @@ class Delete(Event[DeleteReply]):
 
 @dataclass(frozen=True, slots=True)
 class Evict(Event[RemovedReply]):
-    """Hide leaves, as the policy picks them, until `bytes_needed` are on their way to be free or `limit` were looked
-    at.
+    """Hide leaves, as the policy picks them, until `bytes_needed` are on their way to be free, `limit` were looked at
+    or `most` went.
 
     regions: only blocks with a part there; None: all. Blocks with a copy on disk stay visible and give up their memory.
     is_hiding: whether the others go, too.
@@ -334,6 +336,7 @@ class Evict(Event[RemovedReply]):
     bytes_needed: int
     regions: Collection[int] | None = None
     limit: int = 1024
+    most: int = 1 << 30
     is_hiding: bool = True
 
 

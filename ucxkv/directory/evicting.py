@@ -26,8 +26,14 @@ def evict(directory: Directory, event: Evict, now_ns: int) -> RemovedReply:
     ranking.settle(now_ns)
     reason = f"memory was needed: {policy.rule}"
     size = blocks = demoted = 0
-    for _ in range(event.limit):
-        slot = policy.pop() if size + demoted < event.bytes_needed else -1
+    is_cut = False
+    for looked in range(event.limit + 1):
+        if size + demoted >= event.bytes_needed:
+            break
+        if looked == event.limit or looked - len(passed) == event.most:
+            is_cut = looked > len(passed)
+            break
+        slot = policy.pop()
         if slot < 0:
             break
         if event.regions is not None and not _is_in(directory, slot, event.regions):
@@ -56,7 +62,7 @@ def evict(directory: Directory, event: Evict, now_ns: int) -> RemovedReply:
         gone = directory.drop_slots(uprooted, now_ns, reason, is_evicted=True)
         blocks, size = blocks + gone.blocks, size + gone.bytes
     directory.totals["evicted"] += blocks
-    return RemovedReply(blocks, size, demoted=demoted)
+    return RemovedReply(blocks, size, demoted=demoted, is_cut=is_cut)
 
 
 def _is_in(directory: Directory, slot: int, regions: Collection[int]) -> bool:

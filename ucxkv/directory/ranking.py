@@ -174,6 +174,11 @@ class Ranking:
 
     # ---- the backlog
 
+    @property
+    def backlog(self) -> int:
+        """How many lines are written down."""
+        return self._count
+
     def next_ns(self) -> int | None:
         """When `settle` is due; None: there is no backlog."""
         return self._due_ns

@@ -5,6 +5,7 @@ No state of its own: it reads and changes the node's store, data service, sessio
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from ucxkv.dial import failure_of
 from ucxkv.directory import FOREVER
 from ucxkv.node.disk.serving import DiskRequests
 from ucxkv.node.peers import check_member
+from ucxkv.node.room import ROUND_BYTES
 from ucxkv.node.serving import LED
 from ucxkv.node.session import Session, SessionState
 from ucxkv.node.space import u64s
@@ -26,7 +28,6 @@ from ucxkv.tiers.base import TierError
 from ucxkv.transport.base import ProtocolError, TransportError
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Coroutine
 
     from ucxkv.node.node import Node
@@ -208,10 +209,10 @@ class Requests:
                 return None  # not for a node that has just begun
             case m.Reclaim():
                 member = next((p for p in self._node.peers.members() if p.name == session.name), None)
-                freed = (
-                    0 if member is None else self._store.reclaim(member.node_id, request.nbytes, time.monotonic_ns())
-                )
-                return m.Done(ok=freed > 0, value=freed)
+                if member is None:
+                    return m.Done(ok=False, value=0)
+                self._later(message, session, self._reclaimed(member.node_id, request.nbytes))
+                return None
             case _:
                 raise errors.UsageError(f"a {type(request).__name__} was not expected here")
 
@@ -393,6 +394,14 @@ class Requests:
                 'only end of a data path without error handling; use path="network"'
             )
         return await self._service.open_session(session.id, request, time.monotonic_ns() + 5_000_000_000)
+
+    async def _reclaimed(self, node_id: int, nbytes: int) -> Message:
+        """Give blocks in another node's memory up, a portion a turn."""
+        freed, wanted = 0, min(nbytes, ROUND_BYTES)
+        while freed < wanted and (some := self._store.reclaim(node_id, wanted - freed, time.monotonic_ns())):
+            freed += some
+            await asyncio.sleep(0)
+        return m.Done(ok=freed > 0, value=freed)
 
     def _spawn_reclaim(self, node_id: int, nbytes: int) -> None:
         async def reclaim() -> None:

@@ -42,7 +42,11 @@ class Evictor(Protocol):
     """Who makes room."""
 
     def evict(self, nbytes: int, now_ns: int) -> int:
-        """Hide blocks until `nbytes` are free or on their way; bytes hidden now."""
+        """Hide blocks until `nbytes` are free or on their way, in portions, the first now; bytes hidden now."""
+        ...
+
+    def evict_soon(self, nbytes: int) -> None:
+        """The same, but nothing now."""
         ...
 
     def leaving_bytes(self) -> int:
@@ -117,7 +121,7 @@ class Space:
             if self.slabs.free_bytes:  # without a grace time the memory is back already
                 offsets += self.slabs.allocate(max(1, length), count - len(offsets))
         elif self.is_low:
-            self._evictor.evict(self.free_target, now_ns)
+            self._evictor.evict_soon(self.free_target)
         return offsets
 
     @property

@@ -141,7 +141,7 @@ class Staging(abc.ABC):
         store = self._store
         columns = (request.keys, request.parents, request.regions, request.offsets, request.lengths, request.sums)
         if store.disk is not None:  # what is on disk only fills the table, and is worth less
-            store.make_slots(len(offsets), now_ns, request.parents)
+            store.room.make_slots(len(offsets), now_ns, request.parents)
         reply = store.handle(events.StagePut(*columns, log=log), now_ns)
         status = reply.status.tobytes()
         store.counts["puts"] += len(status)

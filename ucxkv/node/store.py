@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from ucxkv import errors
-from ucxkv.directory import PutStatus, SlotReader, SlotTable, events, table_bytes, tiering
+from ucxkv.directory import PutStatus, SlotReader, SlotTable, events, table_bytes
 from ucxkv.directory.cold import DISK_REGION, EXACT
 from ucxkv.directory.invariants import held_extents
 from ucxkv.node.adoption import Adoption
 from ucxkv.node.disk.numbers import NO_DISK
 from ucxkv.node.policy import NodePolicy
 from ucxkv.node.regions import RegionTable
+from ucxkv.node.room import Room
 from ucxkv.node.serving import ServingLease
 from ucxkv.node.space import OWN_SEGMENT, Place, Space, u64, u64s
 from ucxkv.protocol import messages as m
@@ -49,9 +50,6 @@ if TYPE_CHECKING:
 __all__ = ["HostStore"]
 
 R = TypeVar("R")
-_EVICT_ROUND_BYTES = 256 << 20
-_SLOTS_SHARE = 128
-"""Of a table that is full, so large a part is freed at once of blocks that are on disk only."""
 
 
 class HostStore:
@@ -92,7 +90,8 @@ class HostStore:
             raise
         self.table_bytes = self.table_segment.size_bytes
         self.table = SlotTable(self.table_segment.view, capacity, epoch=epoch, seed=secrets.randbits(64))
-        self.space = Space(config, self.segment.size_bytes, self, None if memory is None else memory.ledger)
+        self.room = Room(self, on_due)
+        self.space = Space(config, self.segment.size_bytes, self.room, None if memory is None else memory.ledger)
         self.slabs, self.grants = self.space.slabs, self.space.grants
         self.policy = NodePolicy(config)
         self.directory = self.policy.directory(self.table, config)
@@ -120,57 +119,23 @@ class HostStore:
 
     # ---- making room, and grants
 
-    def evict(self, nbytes: int, now_ns: int) -> int:
-        """Hide leaves until `nbytes` are free or on their way; their memory comes back after the grace. Returns
-        bytes hidden.
-        """
-        on_their_way = self.directory.leaving.bytes_count
-        needed = min(nbytes - self.slabs.free_bytes - on_their_way, _EVICT_ROUND_BYTES)
-        if needed <= 0:
-            return 0
-        freed = 0
-        if self.disk is not None:
-            freed = self.handle(events.Evict(needed, is_hiding=False), now_ns).demoted
-            if freed >= needed or self.disk.is_working(now_ns):
-                return freed  # what is being written now is free soon, and nothing is lost
-        regions = None if not self._regions.others else {OWN_SEGMENT}
-        gone = self.handle(events.Evict(needed - freed, regions=regions), now_ns)
-        if regions is not None and not gone.blocks:  # the old end is full of blocks that lie elsewhere
-            gone = self.handle(events.Evict(needed - freed), now_ns)
-        self.counts["evicted"] += gone.blocks
-        self.counts["evicted_bytes"] += gone.bytes
-        return freed + gone.bytes + gone.demoted
-
-    def make_slots(self, count: int, now_ns: int, keep: bytes = b"") -> None:
-        """Hide leaves until so many blocks and what is staged fit the table, as far as there are any not durable."""
-        count += len(self.directory.durable.staged)
-        short = count - (self.table.capacity - self.table.used)
-        if short <= 0:
-            return
-        most = short if self.disk is None else max(short, self.table.capacity // _SLOTS_SHARE)
-        for event in (tiering.Trim(most, keep), events.Evict(1 << 62, limit=short), tiering.Trim(short, keep)):
-            if short > 0 and (self.disk is not None or isinstance(event, events.Evict)):
-                gone = self.handle(event, now_ns)
-                self.counts["evicted"] += gone.blocks
-                self.counts["evicted_bytes"] += gone.bytes
-                short = count - (self.table.capacity - self.table.used)
-
     def room_for(self, nbytes: int, now_ns: int) -> int:
         """An extent for a value that comes back from disk, the caller's; -1: none now, but soon."""
         offsets = self.slabs.allocate(max(1, nbytes), 1)
         if not offsets:
             needed = self.slabs.class_bytes(max(1, nbytes))
-            if not self.leaving_bytes() and self.slabs.free_bytes >= needed:
+            if not self.room.leaving_bytes() and self.slabs.free_bytes >= needed:
                 needed += self.slabs.free_bytes  # what is free lies in pieces too small for this class
-            self.evict(max(needed, self.space.free_target), now_ns)
+            self.room.evict(max(needed, self.space.free_target), now_ns)
             offsets = self.slabs.allocate(max(1, nbytes), 1)
         elif self.space.is_low:
-            self.evict(self.space.free_target, now_ns)
+            self.room.evict_soon(self.space.free_target)
         return offsets[0] if offsets else -1
 
-    def leaving_bytes(self) -> int:
-        """Bytes of hidden blocks that are not free yet."""
-        return self.directory.leaving.bytes_count
+    @property
+    def has_regions(self) -> bool:
+        """Whether blocks may lie in other nodes' memory."""
+        return bool(self._regions.others)
 
     def grant(self, session: int, length: int, count: int, now_ns: int) -> tuple[m.Granted, int]:
         """See Space."""
@@ -191,7 +156,7 @@ class HostStore:
         offsets = u64s(request.offsets)
         self.space.take(session, request.regions, offsets, request.lengths)
         if self.disk is not None:
-            self.make_slots(len(offsets), now_ns, request.parents)
+            self.room.make_slots(len(offsets), now_ns, request.parents)
             self.disk.poke()
         columns = (request.keys, request.parents, request.regions, request.offsets, request.lengths, request.sums)
         reply = self.handle(events.Put(*columns, flag=EXACT if request.exact else 0), now_ns)
@@ -263,7 +228,7 @@ class HostStore:
             deadline_ns=deadline_ns,
         )
         if self.disk is not None:
-            self.make_slots(len(offsets) * request.parts, now_ns, request.parents)
+            self.room.make_slots(len(offsets) * request.parts, now_ns, request.parents)
         try:
             reply = self.handle(event, now_ns)
         except ValueError as exc:
@@ -339,13 +304,9 @@ class HostStore:
         return self._regions.number(owner, 0)
 
     def reclaim(self, node_id: int, nbytes: int, now_ns: int) -> int:
-        """Evict blocks with parts in another node's memory; returns bytes on their way to be free there."""
+        """Evict some blocks with parts in another node's memory; bytes on their way to be free there, 0: no more."""
         regions = self._regions.of_node(node_id)
-        return (
-            self.handle(events.Evict(min(nbytes, _EVICT_ROUND_BYTES), regions=set(regions)), now_ns).bytes
-            if regions
-            else 0
-        )
+        return self.room.reclaim(set(regions), nbytes, now_ns) if regions else 0
 
     def node_lost(self, member: m.MemberInfo, now_ns: int) -> None:
         """A neighbour is gone: blocks with parts there are lost, and what its shard had here is free."""
@@ -374,7 +335,7 @@ class HostStore:
 
     def next_ns(self) -> int | None:
         """When `tick` has something to do next (0: now); None: nothing waits."""
-        return 0 if self.adoption.has_news else self.directory.next_ns()
+        return 0 if self.adoption.has_news or self.room.owed else self.directory.next_ns()
 
     def tick(self, now_ns: int) -> dict[int, m.Surrender]:
         """Let time pass: leases end, late writers are dropped, memory comes back. Returns what other nodes are to
@@ -386,7 +347,9 @@ class HostStore:
         self._release_held()
         self.space.arrived.expire(now_ns)
         if self.space.is_low:
-            self.evict(self.space.free_target, now_ns)
+            self.room.evict(self.space.free_target, now_ns)
+        else:
+            self.room.go_on(now_ns)
         return self.adoption.take_surrendered()
 
     def handle(self, event: events.Event[R], now_ns: int) -> R:

@@ -143,7 +143,7 @@ class Showing:
         same = [at for at in np.flatnonzero(slots >= 0).tolist() if not durable.is_durable(int(slots[at]))]
         if same:
             self.store.handle(events.Drop(rows["key"][same].tobytes()), now_ns)
-        self.store.make_slots(len(rows), now_ns)
+        self.store.room.make_slots(len(rows), now_ns)
 
     def _withdraw(self, shard: Shard, keep: Collection[bytes]) -> events.WithdrawReply:
         def is_mine(roots: KeyArray) -> npt.NDArray[np.bool_]:
