@@ -38,7 +38,7 @@ __all__ = ["BACKLOG", "DAMAGED", "DELAY_NS", "Ranking"]
 
 DAMAGED = "its bytes, or those of a block above it, did not match their sum"
 
-SOON, BACKLOG = 512, 4096
+SOON, BACKLOG = 256, 4096
 DELAY_NS = 100_000_000
 DEPTH_MAX = 0xFFFF
 PROMOTED_TICKS = 200
