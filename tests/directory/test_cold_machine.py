@@ -230,11 +230,11 @@ class ColdMachine(RuleBasedStateMachine):
                     self.seen[key].copy = handle
                     self.given.add((DISK_REGION, handle))
 
-    @rule(nbytes=st.integers(1, 900), is_hiding=st.booleans())
-    def evict(self, nbytes: int, is_hiding: bool) -> None:
+    @rule(nbytes=st.integers(1, 900), is_hiding=st.booleans(), most=st.sampled_from([1, 2, 1 << 30]))
+    def evict(self, nbytes: int, is_hiding: bool, most: int = 1 << 30) -> None:
         before = {key: block.is_cold for key, block in self.seen.items()}
         could = [key for key, block in self.seen.items() if block.copy and not block.is_cold]
-        reply = self.apply(events.Evict(nbytes, is_hiding=is_hiding))
+        reply = self.apply(events.Evict(nbytes, is_hiding=is_hiding, most=most))
         gone = self.look_again()
         self.look_at_places()
         demoted = [key for key, was in before.items() if key in self.seen and self.seen[key].is_cold and not was]
@@ -242,6 +242,11 @@ class ColdMachine(RuleBasedStateMachine):
         assert gone or reply.demoted == 64 * len(demoted)
         assert set(demoted) <= set(could)
         assert is_hiding or not gone, "a block was hidden although only memory was asked for"
+        assert len(demoted) <= most, "more left memory than were to"
+        if reply.is_cut:
+            assert gone or demoted, "there is more to evict, and nothing went"
+        elif is_hiding and reply.bytes + reply.demoted < nbytes:
+            assert not self.core.ranking.policy.leaves(), "there was more to evict"
         for key in demoted:
             assert not self.children(key, cold=False), "a block left memory before one below it did"
 
