@@ -103,8 +103,8 @@ class DeleteReply:
 class RemovedReply:
     """How many blocks, and how many bytes of values, were taken out of sight; their extents follow when they are
     free. left: the keys of durable ones among them, to log as gone. demoted: bytes of memory that blocks gave up which
-    are visible all the same, from disk; the rest is counted without them. is_cut: some went, and more would have but
-    for the event's bounds."""
+    are visible all the same, from disk; the rest is counted without them. is_cut: some went, and more may for
+    another such event."""
 
     blocks: int
     bytes: int

@@ -61,6 +61,7 @@ def evict(directory: Directory, event: Evict, now_ns: int) -> RemovedReply:
     if uprooted:
         gone = directory.drop_slots(uprooted, now_ns, reason, is_evicted=True)
         blocks, size = blocks + gone.blocks, size + gone.bytes
+        is_cut = is_cut or size + demoted < event.bytes_needed  # what was above them is a leaf only now
     directory.totals["evicted"] += blocks
     return RemovedReply(blocks, size, demoted=demoted, is_cut=is_cut)
 
