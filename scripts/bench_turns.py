@@ -6,7 +6,8 @@ A turn is one call from the loop, in which nobody else is served; times are CPU 
 nothing. Rows "lost": a directory with a disk tier whose table
 is full of chains of 32 cold blocks is told that copies are gone: of a chain's last block, of its first one (and all 32
 go), of a datafile's worth of whole chains, and that a value in memory is bad. Bound: a Delete of as many blocks, in
-turns: both take each block out of the table once. Row "places": which copies were in that datafile. Row "evict": a
+turns: both take each block out of the table once. Row "trim": a table that is full is given room, a 128th of it, as a
+node with a disk does. Row "places": which copies were in that datafile. Row "evict": a
 store of --host-bytes takes chains of 16 blocks of 16 KiB, makes room between its watermarks as a node does, and every
 turn in which it does so counts; `longest_us` is the worst. Bound: 1 ms.
 """
@@ -111,6 +112,16 @@ def losses(table: ColdTable, rounds: int) -> Iterator[Row]:
             bound.start_round().append(table.timed(events.Delete(table.chains(chains)[share])))
         one = row("turns", f"lost: {name}", found, bound, batch=touched, limit_name="Delete of as many", verified=True)
         yield one | {"longest_us": longest(found), "us_a_block": round(found.p50_us / touched, 2)}
+
+
+def trims(table: ColdTable, rounds: int) -> Row:
+    """The row "trim"."""
+    found, count = Series(), table.core.table.capacity // 128
+    for _ in range(rounds):
+        found.start_round().append(table.timed(tiering.Trim(count)))
+    return row("turns", "trim: a full table", found, batch=count, verified=True) | {
+        "longest_us": longest(found), "us_a_block": round(found.p50_us / count, 2)
+    }  # fmt: skip
 
 
 def places_of_a_file(blocks: int, rounds: int) -> Row:
@@ -226,8 +237,8 @@ def run() -> int:
     rounds = 5 if arguments.quick else 15
 
     async def lost() -> list[Row]:
-        rows = list(losses(ColdTable(arguments.blocks, arguments.policy), rounds))
-        return [*rows, places_of_a_file(arguments.blocks, rounds)]
+        table = ColdTable(arguments.blocks, arguments.policy)
+        return [*losses(table, rounds), trims(table, rounds), places_of_a_file(arguments.blocks, rounds)]
 
     async def evict() -> Row:
         return evictions(arguments.host_bytes, arguments.policy, rounds)
