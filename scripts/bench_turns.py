@@ -126,7 +126,7 @@ def trims(table: ColdTable, rounds: int) -> Row:
 
 def places_of_a_file(blocks: int, rounds: int) -> Row:
     """The row "places": which copies a file had, among all."""
-    places, found = Places(), Series()
+    places, found = Places(blocks), Series()
     for file in range(blocks // _FILE_BLOCKS):
         at = range(file * _FILE_BLOCKS, (file + 1) * _FILE_BLOCKS)
         keys = [each.to_bytes(16, "little") for each in at]

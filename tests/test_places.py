@@ -19,7 +19,7 @@ class PlacesMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.places = Places()
+        self.places = Places(4)
         self.there: dict[int, Place] = {}
         self.gone: set[int] = set()
         self.offset = 0
@@ -75,7 +75,7 @@ TestPlacesAgainstModel = PlacesMachine.TestCase
 
 def test_the_copies_of_a_file_come_in_the_order_of_its_log() -> None:
     """Goal: what is named to be written again comes parents first. Method: handles that are used again out of order."""
-    places = Places()
+    places = Places(100)
 
     def write(offset: int) -> int:
         place = Place(file=1, generation=1, offset=offset, length=5, sum=9, flags=0, drive=0)

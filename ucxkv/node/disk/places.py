@@ -43,33 +43,32 @@ _DTYPE = np.dtype(
 )
 assert _DTYPE.itemsize == 64
 _FREE, _THERE, _GONE = 0, 1, 2
-_BEGIN = 1024
 
 
 class Places:
-    """See the module."""
+    """See the module. expected: so many handles will be needed, or there is a stop while the table is copied; memory
+    is taken for those in use only.
+    """
 
-    def __init__(self) -> None:
-        self._rows = np.zeros(_BEGIN, _DTYPE)
-        self._free = list(range(_BEGIN - 1, 0, -1))  # 0 is no handle
+    def __init__(self, expected: int) -> None:
+        self._rows = np.zeros(expected + 1, _DTYPE)
+        self._free: list[int] = []
+        self._fresh = 1
+        """Handles from this one on were never used; 0 is none."""
         self._notes: dict[tuple[int, int, int], array[int]] = {}
         """(drive, file, generation) -> handles, in the order of the log."""
 
     def __len__(self) -> int:
-        return len(self._rows) - 1 - len(self._free)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the table."""
-        return self._rows.nbytes
+        return self._fresh - 1 - len(self._free)
 
     def add(self, keys: Sequence[bytes], places: Sequence[Place], shown: Sequence[int]) -> npt.NDArray[np.uint32]:
         """Handles of these copies, u32[n]. shown: the sums of what they bring back."""
-        while len(self._free) < len(places):
-            n = len(self._rows)
-            self._rows = np.concatenate([self._rows, np.zeros(n, _DTYPE)])
-            self._free = list(range(2 * n - 1, n - 1, -1)) + self._free
-        handles = [self._free.pop() for _ in places]
+        handles = [self._free.pop() for _ in places[: len(self._free)]]
+        end = self._fresh + len(places) - len(handles)
+        handles += range(self._fresh, end)
+        self._fresh = end
+        if end > len(self._rows):
+            self._rows = np.concatenate([self._rows, np.zeros(max(end, len(self._rows)), _DTYPE)])
         for handle, key, place, total in zip(handles, keys, places, shown, strict=True):
             self._rows[handle] = (
                 key, place.sum, total, place.generation, place.offset, place.length, place.flags, place.file,

@@ -52,6 +52,8 @@ _CLOSE_S = 15.0
 _WARM_SHARE = 8
 _WARM_BYTES_MAX = 64 << 20
 _ADOPT_AT_ONCE = 4096
+_SPARE = 4
+"""One handle more for so many slots: those of blocks that went count until the grace is over."""
 
 log = structlog.get_logger("ucxkv.node")
 
@@ -66,7 +68,7 @@ class DiskTier:
 
     def __init__(self, config: NodeConfig, store: HostStore) -> None:
         self._config, self._store = config, store
-        self.places = Places()
+        self.places = Places(store.table.capacity + store.table.capacity // _SPARE)
         self.coder = Coder(config)
         self._engines: list[IoEngine] = []
         self._stores: list[Datafiles] = []
