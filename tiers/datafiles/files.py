@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..datafile_format import BLOCK_BYTES, decode_index, decode_index_head, index_bytes, padded
-from ..io import OP_DTYPE, IoEngine, IoFailed, OpKind
+from ..io import OP_DTYPE, EngineBusy, IoEngine, IoFailed, OpKind
 from .memory import AlignedMemory, AlignedPiece
 from .values import Place
 from .waiting import to_the_end
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .folder import Folder
 
 __all__ = [
+    "BUSY_RETRY_S",
     "OP_BYTES_MAX",
     "DataFile",
     "FileState",
@@ -120,6 +121,8 @@ class DataFile:
 
 OP_BYTES_MAX = 1 << 30
 """One operation moves no more, and no block is longer: the kernel stops below 2 GiB."""
+BUSY_RETRY_S = 0.001
+"""After so long an engine that was full of reads is asked again by what must not fail for that."""
 
 
 def file_name(number: int) -> str:
@@ -146,10 +149,17 @@ async def moved_by(engine: IoEngine, ops: NDArray[np.void]) -> NDArray[np.int64]
 async def transfer(engine: IoEngine, what: str, ops: Sequence[tuple[int, int, int, int, OpKind]]) -> None:
     """Run operations (address, offset, length, file, kind), all of them whole, and return when the memory is free.
 
-    Raises IoFailed for the first that is not; else as `moved_by`.
+    Waits while the engine is full: what is written here is a head or an index, and the store would end without it.
+    Raises IoFailed for the first that is not whole; else as `moved_by`.
     """
     batch = np.array(ops, OP_DTYPE)
-    raise_if_short(what, batch["length"], await moved_by(engine, batch))
+    while True:
+        try:
+            moved = await moved_by(engine, batch)
+            break
+        except EngineBusy:
+            await asyncio.sleep(BUSY_RETRY_S)
+    raise_if_short(what, batch["length"], moved)
 
 
 def raise_if_short(what: str, asked: NDArray[np.uint32], moved: NDArray[np.int64]) -> None:

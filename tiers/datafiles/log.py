@@ -34,7 +34,7 @@ from ..datafile_format import (
 )
 from ..io import OP_DTYPE, EngineBusy, IoEngine, IoFailed, OpKind
 from .batches import Batch, Entry, Operation, Request, build_batch, cost
-from .files import DataFile, FileState, raise_if_short, transfer
+from .files import BUSY_RETRY_S, DataFile, FileState, raise_if_short, transfer
 from .folder import how_to_fix
 from .memory import AlignedMemory
 from .values import Place, Stats
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 __all__ = ["Log"]
 
 BATCHES_FLYING_MAX = 4
-_BUSY_RETRY_S = 0.001  # the engine is full of reads: look again
 
 
 class Log:
@@ -258,7 +257,7 @@ class Log:
             self._memory.give(batch.memory)
             if not self._flying:
                 self._is_scheduled = True
-                asyncio.get_running_loop().call_later(_BUSY_RETRY_S, self._pump)
+                asyncio.get_running_loop().call_later(BUSY_RETRY_S, self._pump)
             return False
         except TierError as exc:
             self._memory.give(batch.memory)

@@ -20,9 +20,9 @@ import numpy as np
 
 from ..base import TierError
 from ..datafile_format import BLOCK_BYTES, DESCRIPTORS_MAX, FLAGS_MAX, FREE, TOMBSTONE, encode_file, index_bytes, padded
-from ..io import IoEngine, OpKind
+from ..io import EngineBusy, IoEngine, OpKind
 from .batches import Request, entry_of_block
-from .files import OP_BYTES_MAX, DataFile, FileState, file_name, read_index, transfer
+from .files import BUSY_RETRY_S, OP_BYTES_MAX, DataFile, FileState, file_name, read_index, transfer
 from .folder import Folder, how_to_fix
 from .log import Log
 from .memory import AlignedMemory, AlignedPiece
@@ -249,6 +249,9 @@ class Reclaimer:
             wanted.append(Fetch(file, hot.place, piece.address + at))
             at += padded(hot.place.length)
         outcomes = await fetch(self._engine, wanted)
+        while isinstance(outcomes[0], EngineBusy):  # then it took none of them
+            await asyncio.sleep(BUSY_RETRY_S)
+            outcomes = await fetch(self._engine, wanted)
         offsets = [each.address - piece.address for each in wanted]
         return [(hot, offset) for hot, offset, bad in zip(chosen, offsets, outcomes, strict=True) if bad is None]
 
