@@ -132,10 +132,15 @@ class DiskTier:
     # ---- what is there at the start
 
     def _readable(self, found: Iterable[Recovered]) -> Iterator[Recovered]:
-        """Without those that a codec stored which this process does not have: they are left as they are."""
+        """Without those of a codec that this process lacks, or too long for its memory: they are left as they are."""
         usable: dict[int, bool] = {}
         unknown = Counter[int]()
+        limit, longest, too_long = self._store.value_bytes_max, 0, 0
         for one in found:
+            length = one.original or one.place.length
+            if length > limit:
+                longest, too_long = max(longest, length), too_long + 1
+                continue
             if not one.place.flags and not one.original:
                 yield one
                 continue
@@ -146,6 +151,9 @@ class DiskTier:
                 yield one
             else:
                 unknown[codec] += 1
+        if too_long:
+            fix = "give the node more --host-bytes, then start it again"
+            log.warning("disk.too_long", blocks=too_long, longest=longest, limit=limit, fix=fix)
         for number, count in unknown.items():
             log.warning("disk.undecodable", blocks=count, codec=number, fix=_fix_for(number))
 
