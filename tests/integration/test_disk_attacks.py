@@ -1,20 +1,27 @@
-"""More attacks on a disk tier: what it finds at its start, keys that change hands while they are written, and books that
-must not count the disk's bytes as memory's."""
+"""More attacks on a disk tier: what it finds at its start, keys that change hands while they are written, and books
+that must not take the disk's bytes for memory's."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+
+import pytest
 
 from tests.conftest import blocks, keys
 from tests.faults import bounded, works
+from tests.harness import wait_until
 from tests.integration.test_disk import BLOCK, MIB, life, numbers
-from ucxkv import PutStatus
+from tests.integration.test_disk_faults import is_writing, written
+from ucxkv import DeleteStatus, PutStatus
+from ucxkv.node import Node
+from ucxkv.node.disk.coding import Coded, Coder
 
 
 async def test_blocks_longer_than_memory_of_an_earlier_life_cost_no_other_block_its_memory(tmp_path: Path) -> None:
     """Goal: a node that starts again with less memory serves what fits. Method: short blocks and one that is longer
-    than the next life's memory, which goes on below it; the short ones come back together with the long one's key, again
-    and again; the long one is a miss, all of memory can be used, and it can be put anew in a life with room."""
+    than the next life's memory, which goes on below it; the short ones come back in one call with the long one, again
+    and again; the long one is a miss, all memory can be used, and in a life with room it is there."""
     short, values, long = keys(8), blocks(8, BLOCK, seed=21), blocks(1, 5 * MIB, seed=22)[0]
     top, below = keys(2)
     async with life(tmp_path) as (_, kv):
@@ -30,3 +37,41 @@ async def test_blocks_longer_than_memory_of_an_earlier_life_cost_no_other_block_
         assert (await numbers(kv))["disk_blocks"] + (await numbers(kv))["disk_promoted"] >= 8
     async with life(tmp_path) as (_, kv):
         assert (await kv.match([top, below])).blocks == 2 and await kv.get(top) == long.tobytes()
+
+
+async def test_a_key_put_anew_while_its_deleted_block_is_encoded_keeps_its_new_bytes_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: of two blocks of a key the newer one is the later one on disk. Method: a block is deleted while it is
+    encoded, which takes its time, and put anew with other bytes, which the other writer could write at once; at the
+    next start it has its new bytes."""
+    pytest.importorskip("zstandard", reason="needs the extra codec")
+    (key,), values = keys(1), blocks(2, BLOCK, seed=23)
+    encode, is_slow = Coder.encode, asyncio.Event()
+    begun: list[list[int]] = []
+
+    async def slow_at_first(coder: Coder, data: object, sums: list[int], exact: object) -> list[Coded]:
+        begun.append(sums)
+        if len(begun) == 1:
+            await is_slow.wait()
+        return await encode(coder, data, sums, exact)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Coder, "encode", slow_at_first)
+    flags = {"disk_codec": "lossless", "disk_dtype": "bfloat16"}
+    async with life(tmp_path, **flags) as (node, kv):
+        await kv.put(key, values[0])
+        await wait_until(lambda: is_writing(node, key), "the write to begin")
+        delete = asyncio.create_task(kv.delete([key]))
+        await wait_until(lambda: _is_gone(node, key), "the delete to be carried out")
+        assert await kv.put(key, values[1]) is PutStatus.STORED
+        await asyncio.sleep(0.3)  # the other writer's chance
+        is_slow.set()
+        assert (await delete).tolist() == [DeleteStatus.DELETED]
+        await written(kv)
+        assert (await numbers(kv))["disk_copies"] == 1
+    async with life(tmp_path, **flags) as (_, kv):
+        assert await kv.get(key) == values[1].tobytes()
+
+
+async def _is_gone(node: Node, key: bytes) -> bool:
+    return int(node.store.directory.table.find(key)[0]) < 0

@@ -2,7 +2,7 @@
 
 Invariants
 - A block that is being written is leased meanwhile, so what reaches the disk is what was put, or what the codec makes
-  of it.
+  of it. Of each key one block is being written at a time: encoding may take any time, and the newer is to be the later.
 - The directory is told of a copy when it is as safe as the datafiles promise; until then memory is the only place.
 - What the disk could not take now (too much waits, no space) is offered again later; what it cannot ever take (empty,
   or longer than a datafile) is not. A drive that has failed takes nothing more, and the others go on.
@@ -136,6 +136,9 @@ class Demoter:
         words = self._store.directory.words
         named = tuple(each for some in drives.values() for each in some)
         keys = [words.key(slot) for slot, _ in named]
+        if self.is_writing(keys):  # a block of before, gone by now
+            self._again += named
+            return False
         lease = self._store.handle(events.Lease(b"".join(keys), _LEASE_NS, _OWNER), time.monotonic_ns()).lease
         done = asyncio.get_running_loop().create_future()
         self._writing.update(dict.fromkeys(keys, done))
@@ -243,7 +246,9 @@ class Demoter:
         await self._bury(keys)
 
     def forget_soon(self, keys: list[bytes]) -> None:
-        """Copies of these are named by nobody any more: see to it, beside serving, that they do not come back."""
+        """Copies of these are named by nobody, or will be by nobody when they are written: see to it, beside serving,
+        that they do not come back.
+        """
         task = asyncio.create_task(self._forgotten(keys), name="disk-forget")
         self._burials.add(task)
         task.add_done_callback(self._burials.discard)
