@@ -4,6 +4,7 @@ that must not take the disk's bytes for memory's."""
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,14 @@ from tests.conftest import blocks, keys
 from tests.faults import bounded, works
 from tests.harness import wait_until
 from tests.integration.test_disk import BLOCK, MIB, life, numbers
-from tests.integration.test_disk_faults import is_writing, written
+from tests.integration.test_disk_faults import Valve, is_writing, valve, written
 from ucxkv import DeleteStatus, PutStatus
+from ucxkv.directory import events
 from ucxkv.node import Node
 from ucxkv.node.disk.coding import Coded, Coder
+from ucxkv.tiers.io import OpKind
+
+__all__ = ["valve"]
 
 
 async def test_blocks_longer_than_memory_of_an_earlier_life_cost_no_other_block_its_memory(tmp_path: Path) -> None:
@@ -75,3 +80,21 @@ async def test_a_key_put_anew_while_its_deleted_block_is_encoded_keeps_its_new_b
 
 async def _is_gone(node: Node, key: bytes) -> bool:
     return int(node.store.directory.table.find(key)[0]) < 0
+
+
+async def test_a_block_that_is_lost_while_it_is_written_is_not_there_at_the_next_start(
+    tmp_path: Path, valve: Valve
+) -> None:
+    """Goal: no copy on disk that nobody knows of. Method: a block is found damaged while it is being written, so that
+    its copy is not taken; nothing of it is left on disk."""
+    (key,), values = keys(1), blocks(1, BLOCK, seed=24)
+    async with life(tmp_path) as (node, kv):
+        valve.hold(OpKind.WRITE)
+        await kv.put(key, values[0])
+        await wait_until(lambda: is_writing(node, key), "the write to begin")
+        node.store.handle(events.Drop(key), time.monotonic_ns())
+        await valve.let_go()
+        await written(kv)
+    async with life(tmp_path) as (node, kv):
+        assert not (await kv.exists_many([key])).any()
+        assert node.disk is not None and node.disk.recovered == 0

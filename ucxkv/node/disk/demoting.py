@@ -255,7 +255,7 @@ class Demoter:
 
     async def _forgotten(self, keys: list[bytes]) -> None:
         try:
-            await self._bury(keys)
+            await self.forget(keys)
         except TierError as exc:
             log.debug("disk.not_forgotten", blocks=len(keys), why=str(exc))
 
