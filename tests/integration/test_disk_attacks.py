@@ -7,7 +7,9 @@ import asyncio
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import xxhash
 
 from tests.conftest import blocks, keys
 from tests.faults import bounded, works
@@ -15,7 +17,7 @@ from tests.harness import wait_until
 from tests.integration.test_disk import BLOCK, MIB, life, numbers
 from tests.integration.test_disk_faults import Valve, is_writing, valve, written
 from ucxkv import DeleteStatus, PutStatus
-from ucxkv.directory import events
+from ucxkv.directory import ROOT_KEY, events
 from ucxkv.node import Node
 from ucxkv.node.disk.coding import Coded, Coder
 from ucxkv.tiers.io import OpKind
@@ -98,3 +100,54 @@ async def test_a_block_that_is_lost_while_it_is_written_is_not_there_at_the_next
     async with life(tmp_path) as (node, kv):
         assert not (await kv.exists_many([key])).any()
         assert node.disk is not None and node.disk.recovered == 0
+
+
+async def test_a_block_in_the_slot_of_one_that_was_to_be_written_is_not_written_in_its_place(
+    tmp_path: Path, valve: Valve
+) -> None:
+    """Goal: what is written is leased. Method: a block goes, and another one comes into its slot, in the turn of the
+    loop in which the first one's write begins; what the disk is given is the first one's memory."""
+    (first, second), values = keys(2), blocks(2, BLOCK, seed=25)
+    async with life(tmp_path) as (node, kv):
+        assert node.disk is not None
+        await kv.put(keys(1)[0], values[0])  # so that a file is open
+        await written(kv)
+        valve.hold(OpKind.WRITE)
+        places = [place(node, value) for value in values]
+        put(node, first, places[0], values[0])
+        slot = int(node.store.directory.table.find(first)[0])
+        node.disk.poke()  # the writers take their turn before what follows
+
+        def change_hands() -> None:
+            assert node.disk is not None and node.disk.demoter.is_writing([first])
+            node.store.handle(events.Delete(first), time.monotonic_ns())
+            put(node, second, places[1], values[1])
+            assert int(node.store.directory.table.find(second)[0]) == slot
+            node.disk.poke()
+
+        asyncio.get_running_loop().call_soon(change_hands)
+        await wait_until(lambda: _is_held(valve), "the write to begin")
+        memory = node.store.segment.address
+        given = {int(address) for _, ops, _ in valve.waiting for address in ops["address"]}
+        await valve.let_go()
+        assert memory + places[0] in given and memory + places[1] not in given
+        await written(kv)
+        assert await kv.get(second) == values[1].tobytes()
+
+
+async def _is_held(valve: Valve) -> bool:
+    return bool(valve.waiting)
+
+
+def place(node: Node, value: np.ndarray) -> int:
+    """An extent with these bytes."""
+    (offset,) = node.store.slabs.allocate(value.nbytes, 1)
+    node.store.segment.view[offset : offset + value.nbytes] = value.tobytes()
+    return offset
+
+
+def put(node: Node, key: bytes, offset: int, value: np.ndarray) -> None:
+    """Show a root there."""
+    total = xxhash.xxh3_64_intdigest(value)
+    columns = [np.array([one], kind) for one, kind in ((0, "u2"), (offset, "u8"), (value.nbytes, "u4"), (total, "u8"))]
+    assert not node.store.handle(events.Put(key, ROOT_KEY, *columns), time.monotonic_ns()).status.any()

@@ -146,8 +146,11 @@ class Demoter:
             if not lease:  # as many leases run as may
                 self._again += named
                 return False
-            taken = await asyncio.gather(*(self._transfer(drive, tuple(some)) for drive, some in drives.items()))
-            return all(taken)
+            transfers = [
+                self._transfer(drive, tuple(some), [self._block(slot) for slot, _ in some])  # now: slots change hands
+                for drive, some in drives.items()
+            ]
+            return all(await asyncio.gather(*transfers))
         finally:
             self._store.handle(events.Release(lease), time.monotonic_ns())
             for key in keys:
@@ -155,9 +158,8 @@ class Demoter:
                     del self._writing[key]
             done.set_result(None)
 
-    async def _transfer(self, drive: int, named: Named) -> bool:
+    async def _transfer(self, drive: int, named: Named, blocks: list[Block]) -> bool:
         slots, generations = zip(*named, strict=True)
-        blocks = [self._block(slot) for slot in slots]
         keys, shown = [block.key for block in blocks], [block.sum for block in blocks]
         try:
             if self._coder.is_encoding:
