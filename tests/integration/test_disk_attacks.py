@@ -14,8 +14,8 @@ import xxhash
 from tests.conftest import blocks, keys
 from tests.faults import bounded, works
 from tests.harness import wait_until
-from tests.integration.test_disk import BLOCK, MIB, life, numbers
-from tests.integration.test_disk_faults import Valve, is_writing, valve, written
+from tests.integration.test_disk import BLOCK, MIB, life, numbers, put_all
+from tests.integration.test_disk_faults import Valve, is_writing, make_cold, valve, written
 from ucxkv import DeleteStatus, PutStatus
 from ucxkv.directory import ROOT_KEY, events
 from ucxkv.node import Node
@@ -151,3 +151,34 @@ def put(node: Node, key: bytes, offset: int, value: np.ndarray) -> None:
     total = xxhash.xxh3_64_intdigest(value)
     columns = [np.array([one], kind) for one, kind in ((0, "u2"), (offset, "u8"), (value.nbytes, "u4"), (total, "u8"))]
     assert not node.store.handle(events.Put(key, ROOT_KEY, *columns), time.monotonic_ns()).status.any()
+
+
+async def test_blocks_on_disk_that_are_on_their_way_out_are_not_taken_for_memory_to_come(tmp_path: Path) -> None:
+    """Goal: a put finds the memory that can be had. Method: cold blocks of twice the memory go while leases hold them,
+    which have a minute to run; a chain longer than memory is put meanwhile; what was said to be leaving is memory."""
+    chain, values = keys(64), blocks(64, BLOCK, seed=26)
+    async with life(tmp_path) as (node, kv):
+        await put_all(kv, chain, values)
+        await written(kv)
+        make_cold(node)
+        node.store.handle(events.Lease(b"".join(chain), 60 * 10**9, 7), time.monotonic_ns())
+        assert (await kv.delete(chain)).tolist() == [DeleteStatus.DELETED] * 64
+        assert node.store.leaving_bytes() <= 8 * MIB  # some of memory, which became cold just now
+        later = keys(64)
+        await put_all(kv, later, values)
+        assert (await kv.get_many(later)).hits == 64
+
+
+async def test_memory_of_deleted_blocks_that_a_lease_holds_keeps_no_put_waiting(tmp_path: Path) -> None:
+    """Goal: a client that leases blocks takes their memory from others, and no more than that. Method: a third of
+    memory is leased and deleted; twice the memory is put meanwhile, with and without a disk."""
+    for disk in ((), (str(tmp_path / "disk"),)):
+        singles, values = keys(10), blocks(64, BLOCK, seed=27)
+        async with life(tmp_path, disk=disk) as (_, kv):
+            assert (await kv.put_many(singles, values[:10])).ok
+            async with kv.lease(singles) as lease:
+                assert lease.granted.all()
+                assert (await kv.delete(singles)).tolist() == [DeleteStatus.DELETED] * 10
+                for at in range(0, 64, 8):
+                    (await kv.put_many(keys(8), values[at : at + 8])).raise_for_status()
+                assert await works(kv)

@@ -144,9 +144,7 @@ def held_extents(directory: Directory, visible: set[int] | None = None) -> list[
 
 def _check_extents(directory: Directory, visible: set[int]) -> None:
     """I5: no byte belongs to two of visible, being written, leaving."""
-    leaving = directory.leaving.extents()
-    assert len(leaving) == directory.leaving.extents_count
-    assert sum(length for _, _, length in leaving) == directory.leaving.bytes_count
+    directory.leaving.check()
     spans = sorted(extent for extent in held_extents(directory, visible) if extent[0] != DISK_REGION)
     for (region, offset, length), (other, start, _) in pairwise(spans):
         assert region != other or offset + length <= start, "I5: an extent in two hands"

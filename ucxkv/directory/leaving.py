@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ucxkv.directory.cold import DISK_REGION
 from ucxkv.directory.events import Extent
 
 
@@ -33,6 +34,8 @@ class LeavingList:
     _busy_end_ns: int = 0
     extents_count: int = 0
     bytes_count: int = 0
+    soon_bytes: int = 0
+    """Of memory that the grace alone keeps: neither what leases hold nor what is on disk."""
 
     def add(self, extents: list[Extent], now_ns: int) -> None:
         """Take in extents that no lease holds."""
@@ -70,6 +73,7 @@ class LeavingList:
         if not gone:
             return
         self._timed = [(at, n, [e for e in extents if e[0] not in regions]) for at, n, extents in self._timed]
+        self.soon_bytes = sum(_memory(extents) for _, _, extents in self._timed)
         for held in self._held.values():
             held.extents = [e for e in held.extents if e[0] not in regions]
         self._count(gone, -1)
@@ -86,6 +90,7 @@ class LeavingList:
         while self._timed and self._timed[0][0] <= now_ns:
             out += heapq.heappop(self._timed)[2]
         self._count(out, -1)
+        self.soon_bytes -= _memory(out)
         return out
 
     def next_ns(self) -> int | None:
@@ -101,11 +106,19 @@ class LeavingList:
         """Leases by generation, of blocks that leases hold."""
         return {generation: held.leases for generation, held in self._held.items()}
 
+    def check(self) -> None:
+        """Assert the counts."""
+        extents = self.extents()
+        assert len(extents) == self.extents_count
+        assert sum(length for _, _, length in extents) == self.bytes_count
+        assert sum(_memory(some) for _, _, some in self._timed) == self.soon_bytes
+
     def _count(self, extents: list[Extent], sign: int) -> None:
         self.extents_count += sign * len(extents)
         self.bytes_count += sign * sum([length for _, _, length in extents])
 
     def _push(self, at_ns: int, extents: list[Extent]) -> None:
+        self.soon_bytes += _memory(extents)
         late = [extent for extent in extents if extent in self.busy] if self.busy else []
         if late:
             extents = [extent for extent in extents if extent not in self.busy]
@@ -113,3 +126,8 @@ class LeavingList:
         for when_ns, some in [*later, (at_ns, extents)] if extents else later:
             self._pushed += 1
             heapq.heappush(self._timed, (when_ns, self._pushed, some))
+
+
+def _memory(extents: list[Extent]) -> int:
+    """Bytes of those that are in memory."""
+    return sum([length for region, _, length in extents if region != DISK_REGION])

@@ -72,8 +72,8 @@ class Room:
         return freed
 
     def leaving_bytes(self) -> int:
-        """Bytes of hidden blocks that are not free yet."""
-        return self._store.directory.leaving.bytes_count
+        """Bytes of hidden blocks that are free soon; those that leases hold may be so for long."""
+        return self._store.directory.leaving.soon_bytes
 
     def _coming(self) -> int:
         return self._store.slabs.free_bytes + self.leaving_bytes()

@@ -50,7 +50,7 @@ class Evictor(Protocol):
         ...
 
     def leaving_bytes(self) -> int:
-        """Bytes on their way to be free."""
+        """Bytes on their way to be free, and soon."""
         ...
 
 
