@@ -147,6 +147,32 @@ async def test_drives_may_come_and_go() -> None:
         assert not {key_of(n) for n in moved[:4]} & set(index) and len(index) == 36
 
 
+async def test_an_old_drive_that_fails_fails_no_write_of_the_new_one() -> None:
+    """Goal: a drive that takes no more writes fails its own keys alone. Method: blocks that a second drive's coming has
+    moved are written anew while the first drive fails: they are written, and count; a forget, which the first drive
+    would have to keep, is refused; with the first drive whole again the old copies are forgotten by the next one."""
+    disks = [FaultyDisk(), FaultyDisk()]
+    engines = [FaultyEngine(disk) for disk in disks]
+    async with _striped(disks[:1], engines[:1]) as (striped, _):
+        await striped.write([block(n, 1000) for n in range(40)])
+    async with _striped(disks, engines) as (striped, _):
+        moved = [n for n in range(40) if striped.home(key_of(n)) == 1]
+        engines[0].fault = lambda op: errno.EIO if op.kind == OpKind.WRITE else None
+        for _ in range(2):
+            places = await striped.write([block_of(key_of(n), b"newer") for n in moved[:3]])
+            assert [place.drive for place in places] == [1] * 3
+        with pytest.raises(WritesFailed):
+            await striped.forget([key_of(moved[0])])
+        assert [bool(stats.failure) for stats in striped.stats] == [True, False]
+        engines[0].fault = lambda op: None
+    async with _striped(disks, engines) as (striped, index):
+        assert all(index[key_of(n)].drive == 1 for n in moved[1:3])
+        await striped.forget([key_of(moved[1])])
+        await striped.write([block_of(key_of(moved[2]), b"newest")])
+    async with _striped(disks[:1], engines[:1]) as (_, index):
+        assert not {key_of(n) for n in moved[1:3]} & set(index)
+
+
 async def test_stores_are_striped_in_their_order() -> None:
     """Goal: a place leads to its drive. Method: a store that was opened as another drive is refused."""
     disk = FaultyDisk()
