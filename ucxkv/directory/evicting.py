@@ -60,6 +60,7 @@ def evict(directory: Directory, event: Evict, now_ns: int) -> RemovedReply:
     directory.bytes -= size
     if uprooted:
         gone = directory.drop_slots(uprooted, now_ns, reason, is_evicted=True)
+        directory.totals["lost"] -= gone.blocks
         blocks, size = blocks + gone.blocks, size + gone.bytes
         is_cut = is_cut or size + demoted < event.bytes_needed  # what was above them is a leaf only now
     directory.totals["evicted"] += blocks
