@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.harness import NodeProcess
 
-__all__ = ["DYING", "FULL_DISK", "JUMPING_CLOCK", "SNAPSHOTS", "doom"]
+__all__ = ["DYING", "FULL_DISK", "HUNG_DISK", "JUMPING_CLOCK", "SNAPSHOTS", "doom"]
 
 JUMPING_CLOCK = """
 import signal, sys, time
@@ -43,6 +43,30 @@ sys.argv[0] = "ucxkv"
 main()
 """
 """A node whose journal finds its disk full from SIGUSR1 on; FAILING: write or sync."""
+
+HUNG_DISK = """
+import asyncio, signal, sys
+from ucxkv.node.disk import tier
+from ucxkv.tiers.engines.native import NativeEngine
+tier._CLOSE_S = tier._FLUSH_S = 1.0
+hangs, submit, waiting = [False], NativeEngine.submit, []
+def hung(engine, ops):
+    if not hangs[0]:
+        return submit(engine, ops)
+    waiting.append(asyncio.get_running_loop().create_future())
+    return waiting[-1]
+async def never(engine, future):
+    await asyncio.get_running_loop().create_future()
+NativeEngine.submit = hung
+def hang(*_):
+    hangs[0] = True
+    NativeEngine.settle = never
+signal.signal(signal.SIGUSR1, hang)
+from ucxkv.cli import main
+sys.argv[0] = "ucxkv"
+main()
+"""
+"""A node whose drives answer nothing from SIGUSR1 on."""
 
 SNAPSHOTS = """
 import sys

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import xxhash
 
+import ucxkv
 from tests.conftest import blocks, keys
 from tests.faults import bounded, works
 from tests.harness import wait_until
-from tests.integration.test_disk import BLOCK, MIB, life, numbers, put_all
+from tests.integration.programs import HUNG_DISK
+from tests.integration.test_disk import BLOCK, MIB, life, numbers, process, put_all
 from tests.integration.test_disk_faults import Valve, is_writing, make_cold, valve, written
 from ucxkv import DeleteStatus, PutStatus
 from ucxkv.directory import ROOT_KEY, events
@@ -182,3 +184,24 @@ async def test_memory_of_deleted_blocks_that_a_lease_holds_keeps_no_put_waiting(
                 for at in range(0, 64, 8):
                     (await kv.put_many(keys(8), values[at : at + 8])).raise_for_status()
                 assert await works(kv)
+
+
+async def test_a_node_whose_drive_answers_nothing_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    """Goal: no hang at the end. Method: a drive stops to answer while blocks are read and written; the node is told to
+    stop: its process ends, says that it could not close its disk, and the next one has what was written before."""
+    chain, values = keys(48), blocks(48, BLOCK, seed=28)
+    with process(tmp_path, program=HUNG_DISK) as node:
+        async with ucxkv.connect(node.address) as kv:
+            await put_all(kv, chain, values)
+            await written(kv)
+            node.block_python()  # it is this node's signal
+            await asyncio.sleep(0.2)
+            reading = asyncio.create_task(kv.get_many(chain, deadline_s=2))
+            await kv.put(keys(1)[0], values[0], deadline_s=2)
+            assert (await bounded(reading, 2)).hits < 48
+        assert node.stop() != 0
+        assert "disk.stuck" in node.log()
+    with process(tmp_path) as node:
+        async with ucxkv.connect(node.address) as kv:
+            assert (await kv.match(chain)).blocks == 48
+        assert node.stop() == 0

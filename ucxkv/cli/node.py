@@ -1,8 +1,9 @@
 """`ucxkv node`: one node as a process.
 
 Promises: logs go to stderr only; when the node is ready, exactly one line of JSON goes to stdout (READY); SIGTERM and
-SIGINT stop it gracefully with exit code 0; with --stop-with-stdin it also ends when whoever holds its standard input's
-other end is gone, even killed, and even when its own event loop hangs.
+SIGINT stop it gracefully with exit code 0, or 1 where a drive does not answer any more, which is not waited for; with
+--stop-with-stdin it also ends when whoever holds its standard input's other end is gone, even killed, and even when its
+own event loop hangs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
@@ -160,19 +162,27 @@ async def _serve(config: NodeConfig, out: TextIO) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with Node(config) as running:
-        ready = {"event": READY, "name": config.name, "address": running.address, "pid": os.getpid()}
-        print(json.dumps({**ready, "version": ucxkv.__version__}), file=out, flush=True)
-        serving = asyncio.ensure_future(running.serve_forever())
-        stopping = asyncio.ensure_future(stop.wait())
-        try:
-            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
-                await serving
-        finally:
-            serving.cancel()
-            stopping.cancel()
-            await asyncio.gather(serving, stopping, return_exceptions=True)
+    node = Node(config)
+    try:
+        async with node as running:
+            ready = {"event": READY, "name": config.name, "address": running.address, "pid": os.getpid()}
+            print(json.dumps({**ready, "version": ucxkv.__version__}), file=out, flush=True)
+            serving = asyncio.ensure_future(running.serve_forever())
+            stopping = asyncio.ensure_future(stop.wait())
+            try:
+                await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                if serving.done():
+                    await serving
+            finally:
+                serving.cancel()
+                stopping.cancel()
+                await asyncio.gather(serving, stopping, return_exceptions=True)
+    finally:
+        if node.disk is not None and node.disk.is_stuck:  # the loop would wait for it for ever, and said so
+            if sys.exc_info()[0] is not None:
+                traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -77,6 +77,8 @@ class DiskTier:
         self._tombs: list[bytes] = []
         self._tomb_timer: asyncio.TimerHandle | None = None
         self.recovered = self.unreachable = 0
+        self.is_stuck = False
+        """It was closed while the disk did not answer: the kernel has its memory until the process ends."""
 
     @classmethod
     async def open(cls, config: NodeConfig, store: HostStore) -> Self:
@@ -357,6 +359,7 @@ class DiskTier:
         closing = asyncio.ensure_future(self._close())
         done, _ = await asyncio.wait({closing}, timeout=_CLOSE_S)
         if not done:  # the kernel keeps what it still reads and writes; this process can only go
+            self.is_stuck = True
             log.error("disk.stuck", folders=self._config.disk, why=f"the disk has not answered for {_CLOSE_S:.0f} s")
         else:
             closing.result()
