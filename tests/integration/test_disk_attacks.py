@@ -165,7 +165,7 @@ async def test_blocks_on_disk_that_are_on_their_way_out_are_not_taken_for_memory
         make_cold(node)
         node.store.handle(events.Lease(b"".join(chain), 60 * 10**9, 7), time.monotonic_ns())
         assert (await kv.delete(chain)).tolist() == [DeleteStatus.DELETED] * 64
-        assert node.store.leaving_bytes() <= 8 * MIB  # some of memory, which became cold just now
+        assert node.store.room.leaving_bytes() <= 8 * MIB  # some of memory, which became cold just now
         later = keys(64)
         await put_all(kv, later, values)
         assert (await kv.get_many(later)).hits == 64
