@@ -49,8 +49,9 @@ FOUND_DTYPE = np.dtype(
 TCP_FRAGMENT_BYTES = 192 << 10
 """Fits one TCP segment of UCX as we set it (256 KiB), so that a fragment is copied once, into its place."""
 
-_HIT, _MISS = 0, 1
-_OTHERWISE, _NOT_THERE = -1, -2
+_HIT, _MISS, _UNMAPPED = 0, 1, 4
+_OTHERWISE = -1
+_FAILURES = {_MISS: -2, _UNMAPPED: -3}
 _DIRTY_S = 0.0005
 _DIRTY_MAX = 4096
 _ANY_KEY = bytes(range(16))
@@ -171,8 +172,9 @@ class DataClient(Requests):
         """A function (key, into, deadline_ns) that reads one value at a fraction of `read`'s cost.
 
         key: exactly 16 bytes, unchecked. into: writable, contiguous plain memory of the value's length; TypeError,
-        ValueError or BufferError for other objects. It gives the bytes read, -2 for a miss, -1 for anything else; or,
-        where the answer has not come at once, an awaitable of the same with `read`'s promises.
+        ValueError or BufferError for other objects. It gives the bytes read, -2 for a miss, -3 for a value that is not
+        in the node's memory, -1 for anything else; or, where the answer has not come at once, an awaitable of the same
+        with `read`'s promises.
         """
         lib, ffi, worker, fetcher = self._lib, self._ffi, self._worker, self._fetcher
         from_buffer, chars = ffi.from_buffer, ffi.typeof("char[]")
@@ -214,7 +216,7 @@ class DataClient(Requests):
     def _no_hit(self, status: int) -> int:
         if status == OTHER_EPOCH:
             self._saw_other_epoch()
-        return _NOT_THERE if status == _MISS else _OTHERWISE
+        return _FAILURES.get(status, _OTHERWISE)
 
     async def lookup(self, keys: bytes, *, deadline_ns: int | None = None) -> NDArray[Any]:
         """Where the keys are: FOUND_DTYPE[n], with status HIT or MISS (UNAVAILABLE for those without an answer)."""

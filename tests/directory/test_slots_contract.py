@@ -223,6 +223,8 @@ def test_into_reader_reads_whole_values_and_nothing_else() -> None:
         read_into(hit, bytes(25), 0)
     with pytest.raises(TypeError):
         read_into(hit, 25, 0)
+    reader.unmap_region(0)
+    assert read_into(hit, out, 0) == -3
 
 
 def test_a_value_that_moves_is_the_same_block_in_another_place(side: Side) -> None:

@@ -18,10 +18,14 @@ from tests.harness import NodeProcess, wait_until
 from tests.integration.durable_nodes import reboot
 from ucxkv import DeleteStatus, PutStatus
 from ucxkv.directory import ReadStatus
-from ucxkv.errors import SetupError
+from ucxkv.errors import SetupError, UsageError
 from ucxkv.node import Node, NodeConfig
 from ucxkv.node.keeping import file_system
+from ucxkv.node.session import Session
 from ucxkv.node.state import forget
+from ucxkv.protocol import Message
+from ucxkv.protocol import messages as m
+from ucxkv.transport.control import Message as ControlMessage
 
 MIB = 1 << 20
 BLOCK = 256 << 10
@@ -169,6 +173,33 @@ async def test_leases_and_views_bring_blocks_into_memory_and_keep_them_there(tmp
             assert (await kv.get_many(chain)).hits == 60
             assert bytes(view.data) == values[2].tobytes() and view.valid
             assert (await kv.match(chain)).tiers[4:8].tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("path", ["mapped", "message"])
+async def test_a_get_of_one_cold_block_is_one_question_and_holds_nothing(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Method: what the node is asked while cold blocks are read one by one, with into and without a right length."""
+    chain, values = keys(60), blocks(60, BLOCK, seed=17)
+    async with Node(config(tmp_path)) as node, ucxkv.connect(node.address, path=path) as kv:
+        await put_all(kv, chain, values)
+        asked: list[type[Message]] = []
+        answer = node._requests.answer
+
+        def listening(session: Session, request: Message, message: ControlMessage) -> Message | None:
+            asked.append(type(request))
+            return answer(session, request, message)
+
+        monkeypatch.setattr(node._requests, "answer", listening)
+        into = np.zeros_like(values[0])
+        for at in np.flatnonzero((await kv.match(chain)).tiers == 2)[:5].tolist():
+            asked.clear()
+            assert await kv.get(chain[at], into) == BLOCK and (into == values[at]).all()
+            assert [each for each in asked if each is not m.Touch] == [m.Warm]
+        assert (await numbers(kv))["leases"] == 0
+        with pytest.raises(UsageError):
+            await kv.get(chain[20], into[:-1])
+        node.store.check()
 
 
 async def test_many_readers_of_the_same_blocks_read_the_disk_once_each_and_all_are_served(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ import numpy as np
 
 from ucxkv import errors
 from ucxkv.buffers import Pieces, RegisteredBuffer, as_destinations, as_source, as_sources
+from ucxkv.client.cold import read_one_cold
 from ucxkv.client.ordering import PutOrder
-from ucxkv.client.path import NOT_THERE, OTHERWISE, THREAD_BYTES
+from ucxkv.client.path import NOT_THERE, OTHERWISE, OUT_OF_REACH, THREAD_BYTES
 from ucxkv.client.reading import plan, read_blocks
 from ucxkv.client.replicas import read_after
 from ucxkv.client.results import (
@@ -276,12 +277,15 @@ class BlockCalls:
         if fast is not None and type(key) is bytes and len(key) == KEY_BYTES:
             kind = type(into)
             if (kind is np.ndarray and not into.dtype.hasobject) or kind in _PLAIN:  # type: ignore[attr-defined]
+                link, deadline_ns = fast[0], self._deadline(deadline_s)
                 try:
-                    found = fast[1](key, into, self._deadline(deadline_s))
+                    found = fast[1](key, into, deadline_ns)
                 except (TypeError, ValueError, BufferError):
                     found = OTHERWISE  # the general way says what is wrong with it
                 nbytes = found if type(found) is int else await self._awaited(found)  # type: ignore[arg-type]
-                if nbytes != OTHERWISE:
+                if nbytes == OUT_OF_REACH and link.welcome.has_disk:
+                    nbytes = await self._awaited(read_one_cold(link, key, into, self._router.loads, deadline_ns))
+                if nbytes >= 0 or nbytes == NOT_THERE:
                     if nbytes == NOT_THERE:
                         as_key(key)  # of a hit nothing but its length can be wrong
                     counts = self.counts
@@ -289,7 +293,7 @@ class BlockCalls:
                     if nbytes == NOT_THERE:
                         counts["misses"] += 1
                         return None
-                    fast[0].touch(key)
+                    link.touch(key)
                     counts["hits"] += 1
                     counts["bytes_out"] += nbytes
                     return nbytes

@@ -4,6 +4,8 @@ Promises
 - A read ends within its deadline: what the node cannot bring back by then is UNAVAILABLE, and no wait is longer.
 - At most `_AT_ONCE` requests of one call are under way, of about `_STEP_BYTES` each, so that a batch of any size needs
   little of the node's memory at a time, and its disk works while bytes are moved.
+- Of a single block nothing is held: the node has brought it back just now, and where it is gone again all the same by
+  the time it is read, it is read the general way.
 - When the call ends, nothing of it writes into its buffers, and what it held is let go, at the latest by its time.
 """
 
@@ -13,12 +15,12 @@ import asyncio
 import contextlib
 import itertools
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ucxkv import errors
-from ucxkv.client.path import chunk_bounds
+from ucxkv.client.path import OTHERWISE, chunk_bounds
 from ucxkv.client.results import ReadStatus
 from ucxkv.protocol import messages as m
 
@@ -27,9 +29,10 @@ if TYPE_CHECKING:
 
     from ucxkv.buffers import Pieces
     from ucxkv.client.link import NodeLink
+    from ucxkv.client.loadcosts import LoadCosts
     from ucxkv.client.path import U8, U64
 
-__all__ = ["keys_of", "read_cold", "warm"]
+__all__ = ["keys_of", "read_cold", "read_one_cold", "warm"]
 
 _STEP_BYTES = 8 << 20
 _STEP_KEYS = 4096
@@ -47,6 +50,25 @@ async def warm(link: NodeLink, keys: bytes, ttl_ms: int, deadline_ns: int) -> m.
     if not isinstance(answer, m.Warmed) or len(answer.status) != len(keys) // 16:
         raise errors.Unavailable("the node's answer about blocks on disk does not fit it", node=link.name)
     return answer
+
+
+async def read_one_cold(link: NodeLink, key: bytes, into: Any, loads: LoadCosts, deadline_ns: int) -> int:
+    """Read one block that is on disk only, by the path's short way: as `ReadInto`, which the path has.
+
+    OTHERWISE also where the node could not bring it back at once, or did not answer.
+    """
+    start_s = time.perf_counter() if loads.is_due(1) else 0.0
+    try:
+        answer = await warm(link, key, 0, deadline_ns)
+    except (errors.Unavailable, errors.StaleError):
+        return OTHERWISE
+    if answer.status[0] != _WARM or not link.is_alive or link.path.read_into is None:
+        return OTHERWISE
+    found = link.path.read_into(key, into, deadline_ns)
+    nbytes = found if type(found) is int else await found  # type: ignore[misc]
+    if start_s and nbytes > 0:
+        loads.came_cold(link.name, link.path.kind, 1, nbytes, start_s, time.perf_counter())
+    return nbytes
 
 
 async def read_cold(link: NodeLink, keys: bytes, pieces: Pieces, status: U8, lengths: U64, deadline_ns: int) -> None:

@@ -25,10 +25,11 @@ U16 = npt.NDArray[np.uint16]
 U64 = npt.NDArray[np.uint64]
 
 ReadInto: TypeAlias = Callable[[bytes, Any, int], int | Awaitable[int]]
-"""(key of 16 bytes, writable plain memory, deadline_ns) -> bytes read, NOT_THERE, or OTHERWISE: ask again by `read`.
+"""(key of 16 bytes, writable plain memory, deadline_ns) -> bytes read, or NOT_THERE, or OUT_OF_REACH: there, on disk
+only or in memory that is not mapped, or OTHERWISE: ask again by `read`.
 
 An awaitable of the same where the answer takes time. TypeError, ValueError or BufferError for other memory."""
-OTHERWISE, NOT_THERE = -1, -2
+OTHERWISE, NOT_THERE, OUT_OF_REACH = -1, -2, -3
 
 Fetch: TypeAlias = Callable[["Pieces", U64, U64, int | None], Awaitable[U8]]
 """(destinations of n values, one piece each; offsets in the node's own segment; sums; deadline_ns) -> u8[n]: HIT, or

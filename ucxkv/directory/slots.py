@@ -407,19 +407,21 @@ class SlotReader:
         return _found(out)
 
     def into_reader(self, limit: int) -> Callable[[bytes, Any, int], int]:
-        """A function (key, into, deadline) -> bytes read, -2 for a miss, -1 for anything else; half `read_one`'s cost.
+        """A function (key, into, deadline) -> bytes read, -2 for a miss, -3 for a value that is not mapped here, -1 for
+        anything else; half `read_one`'s cost.
 
         key: exactly 16 bytes, unchecked. into: writable, contiguous plain memory of the value's length, at most
         `limit` bytes; TypeError, ValueError or BufferError for other objects. deadline: ignored, nothing is waited for.
         """
         read, table, regions, n = self._lib.slots_read_into, self._table, self._regions, self.max_regions
-        from_buffer, chars, miss = _slots.ffi.from_buffer, _slots.ffi.typeof("char[]"), int(ReadStatus.MISS)
+        from_buffer, chars = _slots.ffi.from_buffer, _slots.ffi.typeof("char[]")
+        failures = {int(ReadStatus.MISS): -2, int(ReadStatus.UNMAPPED): -3}
 
         def read_into(key: bytes, into: Any, _: int) -> int:
             cells = from_buffer(chars, into, True)
             size = len(cells)
             status = -1 if size > limit else read(table, regions, n, key, cells, size)
-            return -2 if status == miss else -1 if status else size
+            return failures.get(status, -1) if status else size
 
         return read_into
 
