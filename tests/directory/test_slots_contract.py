@@ -104,6 +104,17 @@ def test_the_first_writer_wins_also_within_one_call(side: Side) -> None:
     assert reader.lookup(a)[0]["offset"][0] == 0
 
 
+def test_one_key_is_found_as_many_are(side: Side) -> None:
+    """Method: keys that are there and one that is not, alone and together; what is no key."""
+    table, _ = make(side)
+    names = chain(4)
+    put(table, names[:3], [ROOT_KEY, *names[:2]])
+    found = table.find(b"".join(names)).tolist()
+    assert [table.find_one(name) for name in names] == found and found[3] == -1 and len(set(found)) == 4
+    with pytest.raises(ValueError, match="bytes"):
+        table.find_one(names[0][:15])
+
+
 def test_reserved_and_derived_keys_are_refused_and_are_nobodys_parent(side: Side) -> None:
     """Goal: the zero key and part keys can't be put over. Method: publish a derived slot, put it, and put below it."""
     table, reader = make(side)

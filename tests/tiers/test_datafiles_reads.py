@@ -84,6 +84,53 @@ async def test_a_full_engine_is_each_blocks_error() -> None:
         assert await store.read_many(places[:4], buffers(4)) == [None] * 4
 
 
+async def test_a_read_that_was_begun_says_what_became_of_it_and_is_refused_where_it_is_not_one_transfer() -> None:
+    """Goal: `begin_read` is `read_many` of one block, told later. Method: a good block, one with a flipped bit, one
+    whose disk fails; then memory that is odd or too short, a life that is over, a full engine, a closed store."""
+    disk = FaultyDisk()
+    engine = FaultyEngine(disk)
+    async with opened(disk, engine) as (store, _, _):
+        places = list((await fill(store, range(4))).values())
+        disk.content[store.files[places[1].file].name][places[1].offset + 5] ^= 1
+        engine.fault = lambda op: errno.EIO if op.offset == places[2].offset and op.kind == OpKind.READ else None
+        piece, told = AlignedPiece(8192), list[object]()
+        for place in places[:3]:
+            assert store.begin_read(place, piece.address, 8192, told.append)
+            assert store.files[place.file].readers == 1 and not told[places.index(place) :]
+            await turns()
+            if place is places[0]:
+                assert bytes(piece.view[:8000]) == data_of(0)
+        assert [type(each) for each in told] == [type(None), BlockDamaged, BlockDamaged] and "errno 5" in str(told[2])
+        assert (store.stats.blocks_read, store.stats.blocks_damaged) == (1, 2)
+
+        def is_begun(place: Place = places[3], address: int = piece.address, room: int = 8192) -> bool:
+            return store.begin_read(place, address, room, told.append)
+
+        assert not is_begun(address=piece.address + 512) and not is_begun(room=8000)
+        assert not is_begun(places[3]._replace(generation=99)) and not is_begun(places[3]._replace(file=77))
+        engine.max_ops = 0
+        assert not is_begun()
+        assert all(file.readers == 0 for file in store.files.values()) and len(told) == 3
+    assert not is_begun()
+
+
+async def test_a_store_is_closed_after_a_read_that_was_begun() -> None:
+    """Goal: memory is nobody's but the engine's until it is told. Method: a held read; close; let it go."""
+    disk = FaultyDisk()
+    engine = FaultyEngine(disk)
+    async with opened(disk, engine) as (store, _, _):
+        places = list((await fill(store, range(1))).values())
+        engine.is_held = lambda op: op.kind == OpKind.READ
+        piece, told = AlignedPiece(8192), list[object]()
+        assert store.begin_read(places[0], piece.address, 8192, told.append)
+        closing = asyncio.ensure_future(store.aclose())
+        await turns()
+        assert not closing.done() and not told
+        engine.release()
+        await closing
+        assert told == [None] and bytes(piece.view[:8000]) == data_of(0)
+
+
 async def test_wrong_buffers_are_refused_before_anything_is_read() -> None:
     """Goal: usage errors are told at the edge. Method: too few, too short, read-only; then after the close."""
     disk = FaultyDisk()

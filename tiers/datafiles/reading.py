@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from errno import EIO
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,17 +78,25 @@ async def fetch(engine: IoEngine, wanted: Sequence[Fetch]) -> list[TierError | N
 
 async def _fetch_one(engine: IoEngine, each: Fetch) -> TierError | None:
     """`fetch` of one block."""
-    place, nbytes = each.place, each.nbytes
-    ops = np.array([(each.address, place.offset, nbytes, each.file.engine_file, OpKind.READ)], OP_DTYPE)
     try:
-        moved = int((await moved_by(engine, ops))[0])
+        moved = int((await moved_by(engine, _operation(each)))[0])
     except TierError as exc:
         return exc
-    if moved != nbytes:
-        return _unreadable(each, moved)
-    if nbytes > _TURN_BYTES:
+    if moved == each.nbytes > _TURN_BYTES:
         (outcome,) = await _prove([each])
         return outcome
+    return _proved(each, moved)
+
+
+def _operation(each: Fetch) -> NDArray[np.void]:
+    return np.array([(each.address, each.place.offset, each.nbytes, each.file.engine_file, OpKind.READ)], OP_DTYPE)
+
+
+def _proved(each: Fetch, moved: int) -> TierError | None:
+    """What came of a block of which so many bytes were read, at most _TURN_BYTES."""
+    place = each.place
+    if moved != each.nbytes:
+        return _unreadable(each, moved)
     if each.target:
         total = copies.copy_sum_at(each.target, each.address, place.length)
     else:
@@ -178,6 +187,37 @@ class Reader:
             raise outcome
         self._stats.blocks_read += 1
         self._stats.read_bytes += place.length
+
+    def begin(self, place: Place, address: int, room: int, then: Callable[[TierError | None], None]) -> bool:
+        """See Datafiles.begin_read."""
+        if address % BLOCK_BYTES or not padded(place.length) <= min(room, _TURN_BYTES):
+            return False
+        held: list[DataFile] = []
+        if self._hold(place, held) is not None:
+            return False
+        each = Fetch(held[0], place, address)
+        try:
+            future = self._engine.submit(_operation(each))
+        except BaseException as exc:
+            held[0].let_go()
+            if isinstance(exc, TierError):
+                return False
+            raise
+        future.add_done_callback(partial(self._landed, each, then))
+        return True
+
+    def _landed(
+        self, each: Fetch, then: Callable[[TierError | None], None], moved: asyncio.Future[NDArray[np.int64]]
+    ) -> None:
+        """What `begin` began has left the engine; nobody has the future to cancel it."""
+        error = moved.exception()
+        if error is None:
+            outcome = _proved(each, int(moved.result()[0]))
+        else:
+            outcome = error if isinstance(error, TierError) else IoFailed(f"reading: {error!r}", errno=EIO)
+        each.file.let_go()
+        self._count((each.place,), (outcome,))
+        then(outcome)
 
     async def read_many(self, places: Sequence[Place], into: Sequence[Buffer]) -> list[TierError | None]:
         """See Datafiles.read_many."""

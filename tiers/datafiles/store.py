@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -247,6 +247,15 @@ class Datafiles:
         """
         self._check_open()
         return await self._reader.read_many(places, into)
+
+    def begin_read(self, place: Place, address: int, room: int, then: Callable[[TierError | None], None]) -> bool:
+        """Begin to read a block to where it stays: `read` of one block for a caller that waits in no task.
+
+        address: of memory whose `room` bytes are the store's until `then` is told what `read_many` would have given,
+        once, on a later turn of the loop; it may not raise. False, and nothing is begun, where it takes `read_many`:
+        the block is longer than a MiB, it can't go there directly, it is gone, or the engine does not take it now.
+        """
+        return not self.is_closed and self._reader.begin(place, address, room, then)
 
     async def prove(self, place: Place) -> None:
         """Read a block to compare it with its sum. Raises as `read`."""

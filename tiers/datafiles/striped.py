@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -101,6 +101,10 @@ class StripedDatafiles:
     async def read(self, place: Place, into: Buffer) -> None:
         """See Datafiles.read."""
         await self.stores[place.drive].read(place, into)
+
+    def begin_read(self, place: Place, address: int, room: int, then: Callable[[TierError | None], None]) -> bool:
+        """See Datafiles.begin_read."""
+        return self.stores[place.drive].begin_read(place, address, room, then)
 
     async def read_many(self, places: Sequence[Place], into: Sequence[Buffer]) -> list[TierError | None]:
         """See Datafiles.read_many; one batch a drive, side by side."""

@@ -159,6 +159,7 @@ class SlotTable:
         self._writer = ffi.new("kv_writer *")
         self._lib.slots_writer_open(self._writer, mem, len(mem), links_pointer)
         self._table = ffi.addressof(self._writer, "t")
+        self._number = ffi.new("int32_t *")
         self._keep = (mem, links_pointer)
         start = slots_offset(self.lines)
         slots = as_memory(memory)[start : start + SLOT_BYTES * capacity]
@@ -207,6 +208,11 @@ class SlotTable:
         out = np.empty(n, np.int32)
         self._lib.slots_find(self._table, n, _address(keys), _slots.ffi.from_buffer(out))
         return out
+
+    def find_one(self, key: bytes) -> int:
+        """`find` of one key, a tenth of its cost."""
+        self._lib.slots_find(self._table, 1, _one_key(key), self._number)
+        return int(self._number[0])
 
     def publish(self, records: Buffer) -> I32:
         """Publish whole records whose keys are not in the table yet.

@@ -166,6 +166,10 @@ class TwinTable:
         as_memory(self.memory)[_EPOCH] = epoch.to_bytes(4, "little")
         return moved
 
+    def find_one(self, key: bytes) -> int:
+        """See SlotTable."""
+        return int(self.find(key)[0])
+
     def find(self, keys: Buffer) -> I32:
         """See `SlotTable.find`."""
         return np.array([self._index.search(key)[0] for key in _split(keys)], np.int32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +29,7 @@ from ucxkv.tiers.base import TierError
 from ucxkv.transport.base import ProtocolError, TransportError
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
     from ucxkv.node.node import Node
     from ucxkv.node.shards import Shards
@@ -138,7 +139,8 @@ class Requests:
             case m.LeaseKeys():
                 return self._store.lease(session.id, request, now_ns)
             case m.Warm():
-                self._later(message, session, self._disk.warm(session, request))
+                if not self._disk.begin_warm(session, request, partial(self._answer_now, message, session)):
+                    self._later(message, session, self._disk.warm(session, request))
                 return None
             case m.Renew():
                 return self._store.renew(session.id, request, now_ns)
@@ -225,15 +227,32 @@ class Requests:
     ) -> None:
         try:
             answer = await coroutine
-        except errors.UcxKvError as exc:
-            answer = failure_of(exc)
-        except (TransportError, TierError, ValueError) as exc:
+        except Exception as exc:
+            self._failed(message, session, exc)
+        else:
+            self._reply(message, session, answer)
+
+    def _answer_now(self, message: ControlMessage, session: Session, make: Callable[[], Message]) -> None:
+        """Answer with what `make` gives or raises."""
+        try:
+            answer = make()
+        except Exception as exc:
+            self._failed(message, session, exc)
+        else:
+            self._reply(message, session, answer)
+
+    def _failed(self, message: ControlMessage, session: Session, exc: Exception) -> None:
+        if isinstance(exc, errors.UcxKvError):
+            self._reply(message, session, failure_of(exc))
+        elif isinstance(exc, TransportError | TierError | ValueError):
             log.warning("request.failed", name=session.name, type=message.type, why=repr(exc))
-            answer = failure_of(errors.Unavailable(f"the node could not carry it out: {exc}"))
-        except Exception as exc:  # a fault of ours: this connection ends, so that nobody waits for the answer
-            log.exception("request.broken", name=session.name, type=message.type)
+            failure = errors.Unavailable(f"the node could not carry it out: {exc}")
+            self._reply(message, session, failure_of(failure))
+        else:  # a fault of ours: this connection ends, so that nobody waits for the answer
+            log.error("request.broken", name=session.name, type=message.type, exc_info=exc)
             session.connection.abort(ProtocolError(f"the node's handler failed: {exc!r}"))
-            return
+
+    def _reply(self, message: ControlMessage, session: Session, answer: Message) -> None:
         if session.connection.is_open and message.request_id:
             with contextlib.suppress(TransportError):
                 session.connection.reply(message, answer.CODE, encode(answer))

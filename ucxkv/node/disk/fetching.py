@@ -12,11 +12,12 @@ import asyncio
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucxkv.node.disk.coding import AS_IS, Stored, codec_in
+from ucxkv.tiers.copy import address_of
 from ucxkv.tiers.datafile_format import padded
 from ucxkv.tiers.datafiles.memory import AlignedMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ucxkv.node.disk.coding import Coder
     from ucxkv.tiers.base import TierError
@@ -47,6 +48,11 @@ class Fetcher:
         self._datafiles, self._coder = datafiles, coder
         self._memory = AlignedMemory()
         self._slots = asyncio.Semaphore(_AT_ONCE)
+
+    def begin(self, wanted: Wanted, then: Callable[[TierError | None], None]) -> bool:
+        """`fetch` of one, told to `then`; see Datafiles.begin_read. False where it takes `fetch`."""
+        place, into = wanted.place, wanted.into
+        return codec_in(place.flags) == AS_IS and self._datafiles.begin_read(place, address_of(into), into.nbytes, then)
 
     async def fetch(self, wanted: Sequence[Wanted]) -> list[TierError | None]:
         """Read these: for each None, or why it could not be read. Raises as Datafiles.read_many."""

@@ -79,10 +79,8 @@ class Places:
 
     def place(self, handle: int) -> Place | None:
         """Where a copy is; None: its file was used again, or the handle is free."""
-        row = self._rows[handle]
-        if row["state"] != _THERE:
-            return None
-        return Place(*(int(row[name]) for name in ("file", "generation", "offset", "length", "sum", "flags", "drive")))
+        _, total, _, generation, offset, length, flags, file, drive, state, _ = self._rows[handle].item()
+        return Place(file, generation, offset, length, total, flags, drive) if state == _THERE else None
 
     def shown(self, handle: int) -> int:
         """The sum of what the copy brings back."""
@@ -95,9 +93,8 @@ class Places:
 
     def is_of(self, handle: int, place: Place) -> bool:
         """Whether a handle that was of this copy still is of one with the same bytes, wherever that is now."""
-        row = self._rows[handle]
-        same = all(int(row[name]) == getattr(place, name) for name in ("sum", "length", "flags"))
-        return same and row["state"] != _FREE
+        _, total, _, _, _, length, flags, _, _, state, _ = self._rows[handle].item()
+        return (total, length, flags) == (place.sum, place.length, place.flags) and state != _FREE
 
     def key(self, handle: int) -> bytes:
         """The key of the copy's block."""

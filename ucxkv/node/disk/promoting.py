@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -66,6 +68,52 @@ class Promoter:
         """Offsets of extents that are being read into."""
         self.counts = {"disk_reads": 0, "disk_read_failed": 0}
 
+    def status(self, key: bytes) -> WarmStatus:
+        """Where this block is now; LATER: on disk only."""
+        slot = self._store.directory.table.find_one(key)
+        if slot < 0:
+            return WarmStatus.MISS
+        return WarmStatus.LATER if self._store.directory.cold.handle(slot) else WarmStatus.WARM
+
+    def begin(self, key: bytes) -> WarmStatus | asyncio.Future[None]:
+        """`warm` of one block for a caller that waits in no task: what it is, or what is done when `status` knows.
+
+        LATER: this takes `warm`, which waits for room and reads what is long or encoded. The future is not to be
+        cancelled; it may be others' too.
+        """
+        directory = self._store.directory
+        slot = directory.table.find_one(key)
+        if slot < 0:
+            return WarmStatus.MISS
+        handle = directory.cold.handle(slot)
+        if not handle:
+            return WarmStatus.WARM
+        if key in self._coming:
+            return self._coming[key]
+        each = self._with_room(key, slot, handle, time.monotonic_ns())
+        if each is None:
+            return WarmStatus.LATER
+        work: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if not self._fetcher.begin(each.wanted, partial(self._one_arrived, each, work, time.perf_counter())):
+            self._give_back([each.offset])
+            return WarmStatus.LATER
+        self._works.add(work)
+        self._coming[key] = work
+        return work
+
+    def _one_arrived(self, each: _Coming, work: asyncio.Future[None], began: float, failed: TierError | None) -> None:
+        """What `begin` began is over. What is learned from it waits until those who wait for it have their turn."""
+        seconds = time.perf_counter() - began
+        self._works.discard(work)
+        del self._coming[each.key]
+        try:
+            nbytes = self._show([each], [failed])
+        except Exception as exc:  # a fault of ours, told to those who wait
+            work.set_exception(exc)
+            return
+        work.set_result(None)
+        work.get_loop().call_soon(self._store.policy.disk_read, self._store.directory, nbytes, seconds)
+
     async def warm(self, keys: list[bytes]) -> bytes:
         """Bring back those of these blocks that are cold: one WarmStatus a key."""
         status = bytearray(len(keys))
@@ -98,23 +146,19 @@ class Promoter:
         """Bring back these cold blocks, as many as there is room for."""
         todo: list[_Coming] = []
         nbytes, now_ns = 0, time.monotonic_ns()
+        directory = self._store.directory
         for key in keys:
-            directory = self._store.directory
-            slot = int(directory.table.find(key)[0])
+            slot = directory.table.find_one(key)
             handle = directory.cold.handle(slot) if slot >= 0 else 0
-            place = self._places.place(handle) if handle else None
-            if place is None:
+            if not handle or self._places.place(handle) is None:
                 continue
-            length = directory.words.extent(slot)[2]
-            nbytes += length
+            nbytes += directory.words.extent(slot)[2]
             if todo and nbytes > self._bytes_max:
                 break
-            offset = self._store.room_for(length, now_ns)
-            if offset < 0:
+            each = self._with_room(key, slot, handle, now_ns)
+            if each is None:
                 break
-            self.in_hand.add(offset)
-            into = self._store.segment.view[offset : offset + self._store.slabs.bytes_at(offset)]
-            todo.append(_Coming(key, handle, offset, Wanted(place, into, length, self._places.shown(handle))))
+            todo.append(each)
         if todo:
             work = asyncio.ensure_future(self._read(todo))
             self._works.add(work)
@@ -122,6 +166,19 @@ class Promoter:
             work.add_done_callback(lambda _: self._arrived(keys))
             work.add_done_callback(self._works.discard)
             await asyncio.shield(work)  # a cancelled request's read goes on: the disk has its memory
+
+    def _with_room(self, key: bytes, slot: int, handle: int, now_ns: int) -> _Coming | None:
+        """This cold block, with memory to come to, in hand; None: no such copy, or no room now."""
+        place = self._places.place(handle)
+        if place is None:
+            return None
+        length = self._store.directory.words.extent(slot)[2]
+        offset = self._store.room_for(length, now_ns)
+        if offset < 0:
+            return None
+        self.in_hand.add(offset)
+        into = self._store.segment.view[offset : offset + self._store.slabs.bytes_at(offset)]
+        return _Coming(key, handle, offset, Wanted(place, into, length, self._places.shown(handle)))
 
     def _arrived(self, keys: list[bytes]) -> None:
         for key in keys:
@@ -137,6 +194,10 @@ class Promoter:
             self._give_back([each.offset for each in todo])
             raise
         seconds = time.perf_counter() - began
+        self._store.policy.disk_read(self._store.directory, self._show(todo, found), seconds)
+
+    def _show(self, todo: list[_Coming], found: list[TierError | None]) -> int:
+        """Have the directory show what was read, and hear of what could not be; the bytes that were read well."""
         good: list[_Coming] = []
         failed: list[tuple[bytes, int, TierError]] = []
         for each, why in zip(todo, found, strict=True):
@@ -146,21 +207,21 @@ class Promoter:
             elif why is None and self._places.is_of(each.handle, place):
                 good.append(each)
         self._bad(failed)
-        taken = b""
+        taken, nbytes = b"", 0
         if good:
             event = tiering.Warm(
                 b"".join(each.key for each in good),
-                np.array([each.handle for each in good], np.uint32),
-                np.array([each.offset for each in good], np.uint64),
-                np.array([each.wanted.shown for each in good], np.uint64),
+                array("I", [each.handle for each in good]).tobytes(),
+                array("Q", [each.offset for each in good]).tobytes(),
+                array("Q", [each.wanted.shown for each in good]).tobytes(),
             )
             taken = self._store.handle(event, time.monotonic_ns()).taken.tobytes()
             self.counts["disk_reads"] += len(good)
-            nbytes = sum(each.wanted.place.length for each in good)
-            self._store.policy.disk_read(self._store.directory, nbytes, seconds)
+            nbytes = sum([each.wanted.place.length for each in good])
         kept = {each.offset for each, one in zip(good, taken, strict=True) if one}
         self.in_hand -= kept
         self._give_back([each.offset for each in todo if each.offset not in kept])
+        return nbytes
 
     async def aclose(self) -> None:
         """Return when nothing is read into memory any more: what was under way has arrived. No request comes."""

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ucxkv import errors
 from ucxkv.directory import events
 from ucxkv.ids import KEY_BYTES
-from ucxkv.node.disk.promoting import WarmStatus
+from ucxkv.node.disk.promoting import Promoter, WarmStatus
 from ucxkv.protocol import messages as m
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ucxkv.node.node import Node
     from ucxkv.node.session import Session
 
@@ -62,6 +65,44 @@ class DiskRequests:
 
     # ---- answers
 
+    def begin_warm(self, session: Session, request: m.Warm, answer: Callable[[Callable[[], m.Warmed]], None]) -> bool:
+        """`warm` of one block without a task: `answer` is called with what makes the answer, now or when it is known.
+
+        False, and nothing is begun, where it takes `warm`.
+        """
+        disk = self._node.disk
+        if disk is None or len(request.keys) != KEY_BYTES or self._is_too_much(session, request.keys):
+            return False
+        begun = disk.promoter.begin(request.keys)
+        if begun is WarmStatus.LATER:
+            return False
+        lease = m.Leased(0, 0, b"")
+        if request.ttl_ms:  # while the disk works
+            lease = self._store.lease(session.id, m.LeaseKeys(request.keys, request.ttl_ms), time.monotonic_ns())
+        finish = partial(self._one_warmed, session, lease, request.keys, disk.promoter)
+        self._waits(session, 1)
+        if isinstance(begun, WarmStatus):
+            answer(partial(finish, None))
+        else:
+            begun.add_done_callback(lambda done: answer(partial(finish, done)))
+        return True
+
+    def _one_warmed(
+        self, session: Session, lease: m.Leased, key: bytes, promoter: Promoter, done: asyncio.Future[None] | None
+    ) -> m.Warmed:
+        """The end of what `begin_warm` began. Raises as `warm`."""
+        self._waits(session, -1)
+        try:
+            if done is not None:
+                if done.cancelled():
+                    raise errors.Unavailable("the node ends")
+                done.result()
+            self._check_still(session)
+        except BaseException:
+            self._store.release(session.id, lease.lease, time.monotonic_ns())
+            raise
+        return m.Warmed(lease.lease, lease.ttl_ms, bytes((promoter.status(key),)))
+
     async def warm(self, session: Session, request: m.Warm) -> m.Warmed:
         """Bring blocks into memory, and hold them there if asked to. Raises UsageError for too many keys."""
         if len(request.keys) > KEY_BYTES * _KEYS_MAX:
@@ -84,22 +125,31 @@ class DiskRequests:
         return m.Leased(leased.lease, leased.ttl_ms, granted)
 
     async def _warmed_under(self, session: Session, lease: int, keys: bytes, *, is_all: bool = False) -> bytes:
-        waiting = self._waiting
-        waiting[session.id] = waiting.get(session.id, 0) + len(keys) // KEY_BYTES
+        self._waits(session, len(keys) // KEY_BYTES)
         try:
             status = await self.warmed(keys, is_all=is_all)
-            if session.id not in self._node.sessions:
-                raise errors.Unavailable("the connection has ended")
-            if not self._store.serving.is_running:
-                raise self._store.serving.refusal()
+            self._check_still(session)
         except BaseException:
             self._store.release(session.id, lease, time.monotonic_ns())
             raise
         finally:
-            waiting[session.id] -= len(keys) // KEY_BYTES
-            if not waiting[session.id]:
-                del waiting[session.id]
+            self._waits(session, -len(keys) // KEY_BYTES)
         return status
+
+    def _check_still(self, session: Session) -> None:
+        """Raise Unavailable when who asked is gone, or this node may not answer any more."""
+        if session.id not in self._node.sessions:
+            raise errors.Unavailable("the connection has ended")
+        if not self._store.serving.is_running:
+            raise self._store.serving.refusal()
+
+    def _waits(self, session: Session, keys: int) -> None:
+        """The session waits for so many more keys."""
+        count = self._waiting.get(session.id, 0) + keys
+        if count:
+            self._waiting[session.id] = count
+        else:
+            del self._waiting[session.id]
 
     def _is_too_much(self, session: Session, keys: bytes) -> bool:
         before = self._waiting.get(session.id, 0)
