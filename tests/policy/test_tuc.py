@@ -171,6 +171,27 @@ def test_a_use_costs_no_entry() -> None:
     assert policy._entries <= 50 * 3
 
 
+def test_uses_one_by_one_teach_what_they_teach_together() -> None:
+    """Method: 64 blocks, some with children; rounds of uses of some of them, in one call and in many: the same classes,
+    and the same rates after the same lesson."""
+    draw, taught = np.random.default_rng(3), []
+    rounds = [np.sort(draw.choice(64, 24, replace=False)).astype(np.int64) for _ in range(100)]
+    for size in (1, 64):
+        cache = Cache(64, 2, lambda links: TucPolicy(links, flat))
+        policy = cache.residents.policy
+        assert isinstance(policy, TucPolicy)
+        for name in range(64):
+            above = name // 4 if name >= 40 else -1
+            cache.residents.insert(above, np.array([name], np.uint64), np.array([0], np.int64), 100)
+        for number, some in enumerate(rounds):
+            policy.tick(200 + 90 * number)
+            for at in range(0, len(some), size):
+                policy.reuse(some[at : at + size])
+        policy.hazard.learn(np.full(64, 500), policy._classes[:64], policy.now)
+        taught.append((policy._classes.tolist(), policy._hits.tolist(), policy.hazard.rates))
+    assert taught[0] == taught[1] and len(set(taught[0][0])) > 2
+
+
 def test_young_blocks_go_last_and_in_order() -> None:
     """Goal: the end of a chain that is being written stays. Method: cheap blocks used just now against dear old ones;
     when only young ones are left, the oldest goes first and the price is that of what was not young."""

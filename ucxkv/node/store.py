@@ -128,8 +128,6 @@ class HostStore:
                 needed += self.slabs.free_bytes  # what is free lies in pieces too small for this class
             self.room.evict(max(needed, self.space.free_target), now_ns)
             offsets = self.slabs.allocate(max(1, nbytes), 1)
-        elif self.space.is_low:
-            self.room.evict_soon(self.space.free_target)
         return offsets[0] if offsets else -1
 
     @property

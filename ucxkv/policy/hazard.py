@@ -76,6 +76,15 @@ class HazardTable:
             self._is_use[at] = is_use
             self._pending += n
 
+    def used(self, age: int, kind: int, now: int) -> None:
+        """`waited` of one wait that a use ends; kind: its class."""
+        if self._pending == _PENDING:
+            self._flush()
+        at = self._pending
+        self._ages[at], self._starts[at] = age, max(age - (now - self._since), 0)
+        self._classes[at], self._is_use[at] = kind, True
+        self._pending += 1
+
     def learn(self, ages: npt.NDArray[np.int64], classes: Classes, now: int, *, weight: float = 1.0) -> None:
         """Take all waits that still last into account, and compute `rates` anew. weight: waits that each stands for."""
         self._flush()

@@ -99,6 +99,7 @@ class Promoter:
             return WarmStatus.LATER
         self._works.add(work)
         self._coming[key] = work
+        self._keep_room()  # while the disk works
         return work
 
     def _one_arrived(self, each: _Coming, work: asyncio.Future[None], began: float, failed: TierError | None) -> None:
@@ -159,6 +160,7 @@ class Promoter:
             if each is None:
                 break
             todo.append(each)
+        self._keep_room()
         if todo:
             work = asyncio.ensure_future(self._read(todo))
             self._works.add(work)
@@ -179,6 +181,11 @@ class Promoter:
         self.in_hand.add(offset)
         into = self._store.segment.view[offset : offset + self._store.slabs.bytes_at(offset)]
         return _Coming(key, handle, offset, Wanted(place, into, length, self._places.shown(handle)))
+
+    def _keep_room(self) -> None:
+        """Have some memory free for those who come next."""
+        if self._store.space.is_low:
+            self._store.room.evict_soon(self._store.space.free_target)
 
     def _arrived(self, keys: list[bytes]) -> None:
         for key in keys:
