@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import subprocess
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +18,10 @@ from tests.harness import NodeProcess, wait_until
 from tests.integration.durable_nodes import reboot
 from ucxkv import DeleteStatus, PutStatus
 from ucxkv.directory import ReadStatus
-from ucxkv.errors import SetupError, UsageError
+from ucxkv.errors import SetupError
 from ucxkv.node import Node, NodeConfig
 from ucxkv.node.keeping import file_system
-from ucxkv.node.session import Session
 from ucxkv.node.state import forget
-from ucxkv.protocol import Message
-from ucxkv.protocol import messages as m
-from ucxkv.transport.control import Message as ControlMessage
 
 MIB = 1 << 20
 BLOCK = 256 << 10
@@ -173,53 +169,6 @@ async def test_leases_and_views_bring_blocks_into_memory_and_keep_them_there(tmp
             assert (await kv.get_many(chain)).hits == 60
             assert bytes(view.data) == values[2].tobytes() and view.valid
             assert (await kv.match(chain)).tiers[4:8].tolist() == [1] * 4
-
-
-@pytest.mark.parametrize("path", ["mapped", "message"])
-async def test_a_get_of_one_cold_block_is_one_question_and_holds_nothing(
-    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Method: what the node is asked, and the tasks that are made, while cold blocks are read one by one; then a wrong
-    length."""
-    chain, values = keys(60), blocks(60, BLOCK, seed=17)
-    async with Node(config(tmp_path)) as node, ucxkv.connect(node.address, path=path) as kv:
-        await put_all(kv, chain, values)
-        await wait_until(lambda: on_disk(kv), "all copies to be written")
-        cold = np.flatnonzero((await kv.match(chain)).tiers == 2)[:5].tolist()
-        asked: list[type[Message]] = []
-        answer, into = node._requests.answer, np.zeros_like(values[0])
-
-        def listening(session: Session, request: Message, message: ControlMessage) -> Message | None:
-            asked.append(type(request))
-            return answer(session, request, message)
-
-        monkeypatch.setattr(node._requests, "answer", listening)
-        for at in cold:
-            await wait_until(lambda: node.store.slabs.free_bytes >= 2 * BLOCK, "room, which is waited for in a task")
-            asked.clear()
-            with tasks_made() as tasks:
-                assert await kv.get(chain[at], into) == BLOCK and (into == values[at]).all()
-            assert not tasks and [each for each in asked if each is not m.Touch] == [m.Warm]
-        assert (await numbers(kv))["leases"] == 0
-        with pytest.raises(UsageError):
-            await kv.get(chain[20], into[:-1])
-        node.store.check()
-
-
-@contextlib.contextmanager
-def tasks_made() -> Iterator[list[str]]:
-    """What the loop is given as tasks meanwhile."""
-    loop, made = asyncio.get_running_loop(), list[str]()
-
-    def make(loop: asyncio.AbstractEventLoop, work: Coroutine[object, object, object]) -> asyncio.Task[object]:
-        made.append(work.__qualname__)
-        return asyncio.Task(work, loop=loop)
-
-    loop.set_task_factory(make)
-    try:
-        yield made
-    finally:
-        loop.set_task_factory(None)
 
 
 async def test_many_readers_of_the_same_blocks_read_the_disk_once_each_and_all_are_served(tmp_path: Path) -> None:
