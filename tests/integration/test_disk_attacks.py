@@ -16,7 +16,7 @@ from tests.conftest import blocks, keys
 from tests.faults import bounded, works
 from tests.harness import wait_until
 from tests.integration.programs import HUNG_DISK
-from tests.integration.test_disk import BLOCK, MIB, life, numbers, process, put_all
+from tests.integration.test_disk import BLOCK, MIB, flip, life, numbers, process, put_all
 from tests.integration.test_disk_faults import Valve, is_writing, make_cold, valve, written
 from ucxkv import DeleteStatus, PutStatus
 from ucxkv.directory import ROOT_KEY, events
@@ -205,3 +205,20 @@ async def test_a_node_whose_drive_answers_nothing_ends_when_it_is_told_to(tmp_pa
         async with ucxkv.connect(node.address) as kv:
             assert (await kv.match(chain)).blocks == 48
         assert node.stop() == 0
+
+
+async def test_a_delete_of_a_block_that_this_start_did_not_show_keeps_it_from_the_next_one(tmp_path: Path) -> None:
+    """Goal: what a delete said is not there does not come without a put. Method: a parent's copy rots, so that its
+    child is on disk and not shown; the child is deleted, which finds nothing; the parent is put anew; at the next start
+    the child is not there."""
+    chain, values = keys(2), blocks(2, BLOCK, seed=29)
+    async with life(tmp_path) as (_, kv):
+        await put_all(kv, chain, values)
+    flip(tmp_path / "disk", values[0])
+    async with life(tmp_path) as (node, kv):
+        assert node.disk is not None and (node.disk.recovered, node.disk.unreachable) == (0, 1)
+        assert (await kv.delete(chain[1:])).tolist() == [DeleteStatus.MISS]
+        assert await kv.put(chain[0], values[0]) is PutStatus.STORED
+        await written(kv)
+    async with life(tmp_path) as (_, kv):
+        assert (await kv.match(chain)).blocks == 1 and not (await kv.exists_many(chain[1:])).any()

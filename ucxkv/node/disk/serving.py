@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ucxkv import errors
 from ucxkv.directory import events
+from ucxkv.directory.events import DeleteStatus
 from ucxkv.ids import KEY_BYTES
 from ucxkv.node.disk.promoting import Promoter, WarmStatus
 from ucxkv.protocol import messages as m
@@ -196,9 +197,14 @@ class DiskRequests:
             self._store.handle(events.Release(lease), time.monotonic_ns())
 
     async def forgotten(self, request: m.Delete, answer: m.Statuses, besides: set[bytes]) -> None:
-        """After a delete: return when none of the deleted, but these, comes back at a later start. Raises
-        Unavailable.
+        """After a delete: return when none of the deleted, but these, comes back at a later start, nor what it did not
+        find because this start does not show it. Raises Unavailable.
         """
-        keys = [request.keys[KEY_BYTES * at : KEY_BYTES * (at + 1)] for at, st in enumerate(answer.status) if not st]
-        if self._node.disk is not None:
-            await self._node.disk.forget([key for key in keys if key not in besides])
+        disk = self._node.disk
+        if disk is None:
+            return
+        over = (DeleteStatus.DELETED, DeleteStatus.MISS) if disk.has_unshown else (DeleteStatus.DELETED,)
+        keys = [
+            request.keys[KEY_BYTES * at : KEY_BYTES * (at + 1)] for at, st in enumerate(answer.status) if st in over
+        ]
+        await disk.forget([key for key in keys if key not in besides])

@@ -77,6 +77,8 @@ class DiskTier:
         self._tombs: list[bytes] = []
         self._tomb_timer: asyncio.TimerHandle | None = None
         self.recovered = self.unreachable = 0
+        self.has_unshown = False
+        """Blocks are on disk that this start does not show, and another one may."""
         self.is_stuck = False
         """It was closed while the disk did not answer: the kernel has its memory until the process ends."""
 
@@ -125,6 +127,7 @@ class DiskTier:
             self.unreachable = sum(1 for _ in blocks_found)
         else:
             self._adopt(blocks_found)
+        self.has_unshown |= self.unreachable > 0
 
     def start(self) -> None:
         """Begin to write."""
@@ -153,6 +156,7 @@ class DiskTier:
                 yield one
             else:
                 unknown[codec] += 1
+        self.has_unshown |= bool(too_long or unknown)
         if too_long:
             fix = "give the node more --host-bytes, then start it again"
             log.warning("disk.too_long", blocks=too_long, longest=longest, limit=limit, fix=fix)
