@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def node_config(
     try:
         config = msgspec.convert(values, NodeConfig)
     except msgspec.ValidationError as exc:
-        raise SetupError(f"{_sources(origin)}: {exc}", fix="see the key's type in ucxkv/node/config.py") from exc
+        raise _mistyped(exc, values, origin) from exc
     _check(config, origin)
     return config
 
@@ -134,8 +135,14 @@ def _check(config: NodeConfig, origin: Mapping[str, str]) -> None:
     if len({os.path.realpath(name) for name in config.disk if name}) != len(config.disk):
         raise refuse("disk", config.disk, "folders, each named once")
     if (config.durability != "memory") != bool(config.state_dir):
-        needed = "a folder, as durability is not memory" if not config.state_dir else "durability = process | power too"
-        raise refuse("state_dir", config.state_dir, needed)
+        if config.state_dir:
+            raise refuse("state_dir", config.state_dir, "durability = process | power too")
+        where = origin.get("durability", "default")
+        raise SetupError(
+            f"{where}: durability = {config.durability!r} without state_dir",
+            needed="a folder for the journal",
+            fix="name one of this node's own with --state-dir (state_dir in a file)",
+        )
     if config.host_bytes < _HOST_BYTES_MIN:
         raise refuse("host_bytes", config.host_bytes, "at least 1MiB")
     for key in ("free_low", "free_high", "grant_share_max"):
@@ -198,6 +205,18 @@ def _check_codec(config: NodeConfig, origin: Mapping[str, str]) -> None:
         codecs_for(config)
     except SetupFailed as exc:
         raise SetupError(f"{where}: {exc.what}", found=exc.found, needed=exc.needed, fix=exc.fix) from exc
+
+
+def _mistyped(exc: msgspec.ValidationError, values: Mapping[str, object], origin: Mapping[str, str]) -> SetupError:
+    """What msgspec says of a value, with the key's source in place of all of them, and what the key takes."""
+    what, _, path = str(exc).rpartition(" - at `$.")
+    key = path.rstrip("`").partition("[")[0]
+    if key not in _FIELDS:
+        return SetupError(f"{_sources(origin)}: {exc}", fix="see docs/configuration.md")
+    kind = typing.get_type_hints(NodeConfig)[key]
+    choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+    needed = " | ".join(map(str, choices)) if choices else what.rstrip()
+    return SetupError(f"{origin.get(key, 'default')}: {key}", found=repr(values.get(key)), needed=needed)
 
 
 def _sources(origin: Mapping[str, str]) -> str:
