@@ -3,6 +3,7 @@ stops."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -98,6 +99,9 @@ def test_blocks_go_in_and_out_through_the_command(node: NodeProcess, tmp_path: P
         (("node", "--listen", "nowhere"), 2, b"nowhere"),
         (("node", "--config", "/does/not/exist.toml"), 2, b"/does/not/exist.toml"),
         (("node", "--log-level", "loud"), 2, b"loud"),
+        (("node", "--policy", "fifo"), 2, b"--policy: policy; found: 'fifo'; needed: tuc | s3fifo | lru"),
+        (("node", "--durability", "process"), 2, b"--state-dir"),
+        (("simulate", "--trace", "/does/not/exist"), 2, b"--trace /does/not/exist: no such file"),
     ],
 )
 def test_an_error_is_one_line_that_names_its_cause(
@@ -112,6 +116,71 @@ def test_an_error_is_one_line_that_names_its_cause(
     assert said.decode() in written.err
     assert "Traceback" not in written.err
     assert written.out == ""
+
+
+def test_an_output_that_cannot_be_written_is_named(node: NodeProcess, tmp_path: Path) -> None:
+    """Goal: no traceback after a read that worked. Method: a block and an object, to no folder."""
+    at, to = ("--address", node.address), ("--output", str(tmp_path / "none" / "file"))
+    assert _ucxkv("put", "22" * 16, "-", *at, data=b"one").returncode == 0
+    assert _ucxkv("object", "put", "written", "-", *at, data=b"one").returncode == 0
+    for command in (("get", "22" * 16), ("object", "get", "written")):
+        done = _ucxkv(*command, *to, *at)
+        assert done.returncode == 2
+        assert f"--output {to[1]}: No such file or directory" in done.stderr.decode()
+        assert b"Traceback" not in done.stderr
+    assert _ucxkv("rm", "22" * 16, *at).returncode == 0
+    assert _ucxkv("object", "delete", "written", *at).returncode == 0
+
+
+def test_what_brackets_hold_stands_in_the_help() -> None:
+    """Goal: the help names the table of the file. Method: the help of `ucxkv node`, where brackets could be markup."""
+    assert b"[node]" in _ucxkv("node", "--help").stdout
+
+
+def test_an_address_is_one_word_in_a_pipe(node: NodeProcess) -> None:
+    """Goal: what `ucxkv status` prints can be searched and copied. Method: its address in one piece in a pipe."""
+    assert node.address.encode() in _ucxkv("status", "--address", node.address).stdout
+
+
+def test_ctrl_c_while_the_command_loads_is_no_traceback() -> None:
+    """Goal: exit code 130 and silence at any moment. Method: SIGINT comes when the commands' module is looked for."""
+    code = (
+        "import importlib.abc, signal, sys\n"
+        "class Signals(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'ucxkv.cli.app': signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Signals()); signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from ucxkv.cli import main; sys.argv = ['ucxkv', 'version']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
+def test_a_node_that_waits_for_its_name_ends_at_ctrl_c(tmp_path: Path) -> None:
+    """Goal: no start is deaf to signals. Method: the second node of a name is signalled when it has opened the
+    control file; heard, it ends with 0, not with the refusal that comes when the wait is over.
+    """
+    cluster = ("--cluster", f"sqlite://{tmp_path}/cluster.db", "--cluster-lease-ms", "60000")
+    with running_node("twice", host_bytes=HOST_BYTES, arguments=cluster):
+        second = start_node("twice", host_bytes=HOST_BYTES, arguments=cluster)
+        try:
+            end = time.monotonic() + 30
+            while not any("cluster.db" in name for name in _open_files(second.pid)):
+                assert time.monotonic() < end
+                time.sleep(0.02)
+            os.kill(second.pid, signal.SIGINT)
+            assert second.process.wait(30) == 0
+            assert "Traceback" not in second.log_tail()
+        finally:
+            stop_nodes([second])
+
+
+def _open_files(pid: int) -> list[str]:
+    names = list[str]()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            names.append(os.readlink(link))
+    return names
 
 
 def test_a_port_in_use_is_a_setup_error(node: NodeProcess) -> None:

@@ -18,6 +18,7 @@ from ucxkv.cli.options import (
     TimeoutOption,
     TokenFileOption,
     connected,
+    opened,
     parse_key,
 )
 from ucxkv.sizes import short_size
@@ -91,7 +92,8 @@ def _print_status(nodes: list[NodeStatus]) -> None:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for heading in ("node", "address", "up", "blocks", "used", "free", "leases", "clients", "evicted"):
-        table.add_column(heading, justify="left" if heading in ("node", "address") else "right", overflow="fold")
+        is_text = heading in ("node", "address")
+        table.add_column(heading, justify="left" if is_text else "right", overflow="fold", no_wrap=heading != "node")
     for node in nodes:
         number = node.numbers.get
         table.add_row(
@@ -106,6 +108,8 @@ def _print_status(nodes: list[NodeStatus]) -> None:
             f"{number('evicted', 0):.0f}",
         )
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # a pipe or a file has no edge to fold addresses at
     console.print(table)
     if any("cluster" in node.facts for node in nodes):
         members = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
@@ -187,7 +191,8 @@ def get(
         sys.stdout.buffer.write(value)
         sys.stdout.buffer.flush()
     else:
-        output.write_bytes(value)
+        with opened(output) as file:
+            file.write(value)
         print(f"{own.hex()} {len(value)} bytes, sum verified, written to {output}", file=sys.stderr)
 
 

@@ -9,6 +9,7 @@ own event loop hangs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -32,7 +33,7 @@ _STOP_S = 10.0
 
 
 def node(
-    config: Annotated[Path | None, typer.Option("--config", help="TOML file with a table [node]; flags win.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="TOML file with a table \\[node]; flags win.")] = None,
     name: Annotated[str | None, typer.Option("--name", help="Unique in the cluster; default: the host's name.")] = None,
     listen: Annotated[str | None, typer.Option("--listen", help="host:port; port 0 takes a free one.")] = None,
     host_bytes: Annotated[str | None, typer.Option("--host-bytes", help="Memory for blocks: 1GiB, 512MiB.")] = None,
@@ -155,31 +156,36 @@ def forget(
 
 
 async def _serve(config: NodeConfig, out: TextIO) -> None:
-    import ucxkv
-    from ucxkv.node import Node
-
+    """Run the node until it ends or a signal comes."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    serving = asyncio.ensure_future(_run(config, out))
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+
+
+async def _run(config: NodeConfig, out: TextIO) -> None:
+    """The node from its start to its end. Cancelled it ends in good order, also while it waits for its name."""
+    import ucxkv
+    from ucxkv.node import Node
+
     node = Node(config)
     try:
         async with node as running:
             ready = {"event": READY, "name": config.name, "address": running.address, "pid": os.getpid()}
             print(json.dumps({**ready, "version": ucxkv.__version__}), file=out, flush=True)
-            serving = asyncio.ensure_future(running.serve_forever())
-            stopping = asyncio.ensure_future(stop.wait())
-            try:
-                await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                if serving.done():
-                    await serving
-            finally:
-                serving.cancel()
-                stopping.cancel()
-                await asyncio.gather(serving, stopping, return_exceptions=True)
+            await running.serve_forever()
     finally:
         if node.disk is not None and node.disk.is_stuck:  # the loop would wait for it for ever, and said so
-            if sys.exc_info()[0] is not None:
+            if not isinstance(sys.exc_info()[1], asyncio.CancelledError | None):
                 traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)

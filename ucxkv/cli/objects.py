@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from ucxkv.cli.options import AddressOption, JsonOption, PathOption, TimeoutOption, TokenFileOption, connected
+from ucxkv.cli.options import AddressOption, JsonOption, PathOption, TimeoutOption, TokenFileOption, connected, opened
 from ucxkv.sizes import short_size
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def get(
         _write(sys.stdout.buffer, value, npy)
         sys.stdout.buffer.flush()
         return
-    with output.open("wb") as file:
+    with opened(output) as file:
         _write(file, value, npy)
     print(f"{name} {info.version} {info.nbytes} bytes, sums verified, written to {output}", file=sys.stderr)
 

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import typer
 
 from ucxkv.errors import UsageError
 
-__all__ = ["AddressOption", "JsonOption", "PathOption", "TimeoutOption", "TokenFileOption", "connected", "parse_key"]
+__all__ = [
+    "AddressOption",
+    "JsonOption",
+    "PathOption",
+    "TimeoutOption",
+    "TokenFileOption",
+    "connected",
+    "opened",
+    "parse_key",
+]
 
 DEFAULT_ADDRESS = "127.0.0.1:13337"
 _HEX_KEY = re.compile(r"[0-9a-fA-F]{32}\Z")
@@ -43,6 +54,16 @@ def connected(address: list[str] | None, token_file: Path | None, timeout_s: flo
     log_to_stderr("warning", as_json=not sys.stderr.isatty())
     token = token_from(token_file) or None
     return ucxkv.connect(*(address or [DEFAULT_ADDRESS]), token=token, timeout_s=timeout_s, path=path)
+
+
+@contextlib.contextmanager
+def opened(output: Path) -> Iterator[BinaryIO]:
+    """The file of an --output, written anew. Raises UsageError that says why it cannot be."""
+    try:
+        with output.open("wb") as file:
+            yield file
+    except OSError as exc:
+        raise UsageError(f"--output {output}: {exc.strerror}") from exc
 
 
 def parse_key(text: str) -> bytes:

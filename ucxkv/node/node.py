@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
     from types import TracebackType
 
+    from ucxkv.node.shards.recovery import ShardRecovery
     from ucxkv.node.staging import Staging
     from ucxkv.transport.control import ControlConnection
     from ucxkv.transport.control import Message as ControlMessage
@@ -112,27 +113,12 @@ class Node:
         self._loop = asyncio.get_running_loop()
         self._started_ns = time.monotonic_ns()
         listen = parse_address(config.listen)
-        self.placing = await asyncio.to_thread(Placing, config)
-        keeping = self._keeping = await Keeping.open(config, self.epoch, self.placing)
-        self.epoch = self.epoch if keeping is None else keeping.epoch
-        memory = None if keeping is None else keeping.memory
+        taking = asyncio.ensure_future(self._take_memory())
         try:
-            self.store = await asyncio.to_thread(
-                self.placing.near, HostStore, config, self.node_id, self.epoch, self._wake_at, memory
-            )
-        except BaseException:
-            if memory is not None:
-                memory.close()
+            recovery = await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            await asyncio.gather(taking, return_exceptions=True)  # its threads still work on what aclose gives back
             raise
-        recovery = None
-        if keeping is not None and config.cluster:
-            recovery = await keeping.recover_shards(self.store)
-        elif keeping is not None:
-            self.durable = await keeping.recover(self.store)
-        if config.disk:
-            self.disk = await DiskTier.open(config, self.store)
-            self.disk.start()
-        self._has_store = True
         self.store.serving.until(self.lease_end_ns)
         self.service = Service(config, self.store, self.placing)
         self._greeter = Greeter(config.token, self._welcome)
@@ -179,6 +165,32 @@ class Node:
             **self.service.facts(),
             **self.placing.facts(),
         )
+
+    async def _take_memory(self) -> ShardRecovery | None:
+        """The store, with what was kept, and the tier behind it; what a shard's logs need of before, if anything."""
+        config = self.config
+        self.placing = await asyncio.to_thread(Placing, config)
+        keeping = self._keeping = await Keeping.open(config, self.epoch, self.placing)
+        self.epoch = self.epoch if keeping is None else keeping.epoch
+        memory = None if keeping is None else keeping.memory
+        try:
+            self.store = await asyncio.to_thread(
+                self.placing.near, HostStore, config, self.node_id, self.epoch, self._wake_at, memory
+            )
+        except BaseException:
+            if memory is not None:
+                memory.close()
+            raise
+        recovery = None
+        if keeping is not None and config.cluster:
+            recovery = await keeping.recover_shards(self.store)
+        elif keeping is not None:
+            self.durable = await keeping.recover(self.store)
+        if config.disk:
+            self.disk = await DiskTier.open(config, self.store)
+            self.disk.start()
+        self._has_store = True
+        return recovery
 
     async def serve_forever(self) -> None:
         """Wait until `stop()`."""

@@ -97,6 +97,8 @@ class _File:
                     if not isinstance(found, dict):
                         raise self.wrong(number, f"a JSON object is expected, not {type(found).__name__}")
                     yield number, found
+        except FileNotFoundError as exc:
+            raise UsageError(f"--trace {self.path}: no such file") from exc
         except (OSError, lzma.LZMAError, EOFError, UnicodeDecodeError) as exc:
             raise UsageError(f"{self.path} cannot be read after line {number}: {exc}") from exc
 
