@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import structlog
 
 import ucxkv
 from tests.conftest import blocks, keys
@@ -394,6 +396,24 @@ async def test_drives_are_striped_and_one_may_come_or_go(tmp_path: Path) -> None
         for chain in chains:
             there = (await kv.match(chain)).blocks
             assert (await kv.get_many(chain[:there])).values == [value.tobytes() for value in values[:there]]
+
+
+async def test_a_disk_that_needs_more_slots_than_memory_holds_is_refused_by_its_size(tmp_path: Path) -> None:
+    """Goal: the message names disk_bytes, not the blocks' memory, which is small. Method: 1 EiB of disk."""
+    with pytest.raises(SetupError, match=r"slot table of .*fix: lower disk_bytes"):
+        async with Node(config(tmp_path, disk_bytes=1 << 60)):
+            pass
+
+
+async def test_a_disk_larger_than_its_drive_is_told_of_at_the_start(tmp_path: Path) -> None:
+    """Goal: a size that can never be reached costs slots, so it is said. Method: a byte more than the drive has, then
+    a size that fits."""
+    drive = os.statvfs(tmp_path)
+    for disk_bytes, said in ((drive.f_blocks * drive.f_frsize + 1, [str(tmp_path / "disk")]), (DISK_BYTES, [])):
+        with structlog.testing.capture_logs() as logs:
+            async with Node(config(tmp_path, disk_bytes=disk_bytes, slots_count=65_536)):
+                pass
+        assert [line["folder"] for line in logs if line["event"] == "disk.small"] == said
 
 
 @pytest.fixture

@@ -11,10 +11,12 @@ from array import array
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ucxkv import errors
+from ucxkv.directory import table_bytes
 from ucxkv.node.arrived import Arrived
 from ucxkv.protocol import messages as m
-from ucxkv.tiers.base import ForeignExtent
+from ucxkv.tiers.base import ForeignExtent, SetupFailed
 from ucxkv.tiers.grants import GrantTable
+from ucxkv.tiers.segments import HostSegment
 from ucxkv.tiers.slabs import UNIT_BYTES, SlabAllocator
 
 if TYPE_CHECKING:
@@ -23,11 +25,26 @@ if TYPE_CHECKING:
     from ucxkv.node.config import NodeConfig
     from ucxkv.tiers.ledger import GrantLedger
 
-__all__ = ["OWN_SEGMENT", "Evictor", "Place", "Space", "u64", "u64s"]
+__all__ = ["OWN_SEGMENT", "Evictor", "Place", "Space", "slots_segment", "u64", "u64s"]
 
 OWN_SEGMENT = 0
 _GRANT_KEYS_MAX = 65_536
 _ARRIVED_SHARE_MAX = 0.25
+
+
+def slots_segment(capacity: int, name: str) -> HostSegment:
+    """Memory for a slot table of so many slots, populated. Raises SetupFailed that names what sets their number."""
+    nbytes = -(-table_bytes(capacity) // 4096) * 4096
+    try:
+        return HostSegment.create(nbytes, f"{name}-slots", huge_pages="auto")
+    except SetupFailed as exc:
+        raise SetupFailed(
+            f"slot table of {capacity:,} slots, beside the blocks' memory (host_bytes)",
+            found=exc.found,
+            needed=exc.needed,
+            fix="lower disk_bytes (a slot for each 64 KiB of it) or host_bytes, or set slots_count to the most blocks "
+            "that this node is to hold",
+        ) from exc
 
 
 class Place(NamedTuple):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from ucxkv import errors
-from ucxkv.directory import PutStatus, SlotReader, SlotTable, events, table_bytes
+from ucxkv.directory import PutStatus, SlotReader, SlotTable, events
 from ucxkv.directory.cold import DISK_REGION, EXACT
 from ucxkv.directory.invariants import held_extents
 from ucxkv.node.adoption import Adoption
@@ -33,7 +33,7 @@ from ucxkv.node.policy import NodePolicy
 from ucxkv.node.regions import RegionTable
 from ucxkv.node.room import Room
 from ucxkv.node.serving import ServingLease
-from ucxkv.node.space import OWN_SEGMENT, Place, Space, u64, u64s
+from ucxkv.node.space import OWN_SEGMENT, Place, Space, slots_segment, u64, u64s
 from ucxkv.protocol import messages as m
 from ucxkv.tiers import copy as tier_copy
 from ucxkv.tiers.segments import HostSegment
@@ -82,9 +82,7 @@ class HostStore:
             self.segment = memory.segment
         try:
             capacity = config.slots()
-            self.table_segment = HostSegment.create(
-                _page(table_bytes(capacity)), f"{config.name}-slots", huge_pages="auto"
-            )
+            self.table_segment = slots_segment(capacity, config.name)
         except BaseException:
             self.segment.close()
             raise
@@ -455,7 +453,3 @@ class HostStore:
         if self._memory is not None:
             self._memory.close()
         self.segment.close()
-
-
-def _page(nbytes: int) -> int:
-    return -(-nbytes // 4096) * 4096

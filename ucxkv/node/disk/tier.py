@@ -13,6 +13,7 @@ Promises
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import Counter
 from functools import partial
@@ -113,6 +114,7 @@ class DiskTier:
             self._stores.append(store)
             found.append(blocks)
             _report(name, problems, self._probes[-1])
+            _warn_of_small(name, config.disk_bytes)
         self.datafiles = StripedDatafiles(self._stores)
         self.promoter = Promoter(
             self._store,
@@ -399,6 +401,19 @@ def _make(folder: Path) -> None:
             needed="a folder that this process may write to, or a place to make one",
             fix="name another with --disk, or give this user the rights",
         ) from exc
+
+
+def _warn_of_small(folder: str, disk_bytes: int) -> None:
+    """Say that a drive can never hold what it was set to: each 64 KiB of that costs a slot in memory all the same."""
+    try:
+        drive = os.statvfs(folder)
+    except OSError:
+        return
+    if disk_bytes > (total := drive.f_blocks * drive.f_frsize):
+        why = (
+            f"disk_bytes is {disk_bytes} and the drive has {total}; files stop where it is full; fix: lower disk_bytes"
+        )
+        log.warning("disk.small", folder=folder, why=why)
 
 
 def _report(folder: str, problems: list[Problem], probe: Probe) -> None:
