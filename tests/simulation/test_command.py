@@ -138,6 +138,18 @@ def test_a_wrong_cluster_file_is_named_with_its_key(tmp_path: Path, before: str,
     assert "cluster.toml" in str(caught.value)
 
 
+def test_capacities_of_a_cluster_file_are_printed_as_sizes(
+    trace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Goal: the table says 2 GiB, no long number. Method: a cluster file's first tier, without --capacity."""
+    path = tmp_path / "cluster.toml"
+    path.write_text(DESCRIBED)
+    assert run(["simulate", "--trace", str(trace), "--policy", "lru", "--cluster", str(path)]) == 0
+    out = capfd.readouterr().out
+    assert "2 GiB" in out or "2.00 GiB" in out
+    assert str(2 << 30) not in out
+
+
 def test_capacities_are_shares_or_sizes() -> None:
     """Goal: one option for both. Method: a share, a size, and what is neither."""
     assert parse_capacity("0.05") == 0.05

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ucxkv.cli.options import JsonOption
+from ucxkv.sizes import short_size
 
 if TYPE_CHECKING:
     from ucxkv.simulation.cluster import Cluster
@@ -211,12 +212,15 @@ def _progress() -> Iterator[tuple[Callable[[str, int], None], Callable[[int], No
         )
 
 
+def _capacity(said: Any) -> str:
+    """As it was written: a share or a size; of a cluster's file, bytes as a size."""
+    return short_size(said) if isinstance(said, float) and said > 1 else str(said)
+
+
 def _show(rows: list[Row], workload: Workload) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
-
-    from ucxkv.sizes import short_size
 
     console = Console()
     if not console.is_terminal:
@@ -238,7 +242,7 @@ def _show(rows: list[Row], workload: Workload) -> None:
         table.add_column(title, justify="left" if title == "policy" else "right", no_wrap=True)
     for row in rows:
         table.add_row(
-            str(row["capacity"]), row["policy"], f"{100 * row['hit_rate']:.1f}", f"{row['saved_prefill_s']:,.0f}",
+            _capacity(row["capacity"]), row["policy"], f"{100 * row['hit_rate']:.1f}", f"{row['saved_prefill_s']:,.0f}",
             f"{100 * row['saved_prefill_s'] / row['prefill_s']:.1f}", f"{row['net_saved_s'][row['load']]:,.0f}",
             f"{1e3 * row['ttft_p50_s']:.0f}", f"{1e3 * row['ttft_p95_s']:.0f}",
             " ".join(f"{tier} {short_size(nbytes)}" for tier, nbytes in row["read_bytes"].items()),
