@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import sys
@@ -25,6 +26,7 @@ from ucxkv.perf.peers.perftest import parse_results, render_tests, test_of
 from ucxkv.perf.peers.rounds import ROUNDS, Operation, measure
 from ucxkv.perf.plan import OPERATIONS, Plan, Shape, parse_names, parse_sizes, row_name
 from ucxkv.perf.plot import check_plot, draw
+from ucxkv.perf.product import measure_copies
 from ucxkv.perf.report import FAILED, MISSING, Recorder, fit_columns, markdown, print_tables, report, tables
 
 test_of.__test__ = False  # type: ignore[attr-defined]  # a function of ours, no test
@@ -304,6 +306,18 @@ async def test_rounds_fit_their_budget_and_count_the_server() -> None:
     small = _Counted()
     await measure(small, Task("get", 8, batch=4, count=8, budget_s=1.0), server_cpu)
     assert max(small.asked) == 2  # no block twice in a round
+
+
+async def test_a_cancel_is_heard_between_two_rows_of_copies() -> None:
+    """Goal: Ctrl-C ends `ucxkv perf` soon. Method: a plan of two sizes, cancelled when it has its first row."""
+    recorder = Recorder(lambda what, steps: None)
+    plan = _plan(sizes=(4096, 8192), operations=("get",), backends=("memcpy",), cache="hot", batch=1, is_quick=True)
+    copying = asyncio.create_task(measure_copies(plan, recorder))
+    await asyncio.sleep(0)
+    copying.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await copying
+    assert [row["bytes"] for row in recorder.rows] == [4096]
 
 
 @pytest.mark.parametrize("nbytes", [8, 4096, (1 << 21) + 8, 5 * MIB])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ucxkv.cli.options import AddressOption, TokenFileOption
+from ucxkv.cli.options import TokenFileOption
 
 if TYPE_CHECKING:
     from ucxkv.perf.plan import Plan
@@ -65,7 +65,15 @@ def perf(
     cache: Annotated[str, typer.Option("--cache", help="cold: more blocks than the cache holds; hot: few.")] = "cold",
     memory: Annotated[str, typer.Option("--memory", help="host, or cuda: GPU buffers where a backend can.")] = "host",
     quick: Annotated[bool, typer.Option("--quick", help="The whole matrix in under 3 minutes.")] = False,
-    address: AddressOption = None,
+    address: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--address",
+            "-a",
+            help="Measure this node (host:port), or a cluster (URL); may be repeated. Default: one "
+            "that is started for the run.",
+        ),
+    ] = None,
     server: Annotated[bool, typer.Option("--server", help="Be the other machine; see --connect.")] = False,
     connect: Annotated[
         str | None, typer.Option("--connect", metavar="HOST[:PORT]", help="Measure against that machine's --server.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -172,8 +173,11 @@ async def _measure_shapes(
         await work.unload()
 
 
-def measure_copies(plan: Plan, recorder: Recorder) -> None:
-    """Measure memcpy between a node's kind of memory and a client's: what bounds get and put on one host."""
+async def measure_copies(plan: Plan, recorder: Recorder) -> None:
+    """Measure memcpy between a node's kind of memory and a client's: what bounds get and put on one host.
+
+    In the event loop, so that no thread changes the figures; Ctrl-C is heard between two rows.
+    """
     cache = last_level_cache_bytes()
     for size in plan.sizes:
         recorder.step(f"memcpy: blocks of {short_size(size)}")
@@ -185,6 +189,7 @@ def measure_copies(plan: Plan, recorder: Recorder) -> None:
                     fitted = plan.fitted(size, shape)
                     count = plan.blocks(size, fitted, cache)
                     recorder.rows.append(_copy_row(plan, operation, size, fitted, count))
+                    await asyncio.sleep(0)
 
 
 def _copy_row(plan: Plan, operation: str, size: int, shape: Shape, count: int) -> dict[str, Any]:

@@ -49,7 +49,7 @@ async def run_plan(
     server = await side.facts() if side.is_remote else None
     with _recording(steps) as recorder:
         if measures_copies and not _host_only(plan, "memcpy", recorder):
-            measure_copies(plan, recorder)
+            await measure_copies(plan, recorder)
         if measures_product and not _host_only(plan, "ucxkv", recorder):
             over = recorder.steps_count + product_steps(plan)
             await measure_product(plan, side, token, recorder)
