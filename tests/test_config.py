@@ -53,6 +53,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ("[node]\njoin = '127.0.0.1:1'\n", "join"),
         ("[node]\nhuge_pages = 'yes'\n", "auto | never | require"),
         ("[node]\npolicy = 'fifo'\n", "node.toml: policy; found: 'fifo'; needed: tuc | s3fifo | lru"),
+        ("[node]\nreplicas = 2\n", "node.toml: replicas without cluster"),
         ("[node]\njoin = [1]\n", "node.toml: join; found: [1]"),
         ("[node]\nfree_low = 0.9\n", "free_low"),
         ("[node]\nconnections_max = 0\n", "connections_max"),

@@ -182,6 +182,10 @@ def _check(config: NodeConfig, origin: Mapping[str, str]) -> None:
         raise refuse("replicas", config.replicas, "1 to 3")
     if config.cluster_lease_ms < 1000:
         raise refuse("cluster_lease_ms", config.cluster_lease_ms, "1000 or more")
+    for key in ("cluster_shards", "replicas"):
+        if key in origin and not config.cluster:
+            fix = "name the control plane with --cluster (cluster in a file), or leave it out"
+            raise SetupError(f"{origin[key]}: {key} without cluster", needed="a cluster", fix=fix)
     if config.cluster:
         try:
             parse_control_url(config.cluster)
