@@ -142,6 +142,19 @@ def test_an_address_is_one_word_in_a_pipe(node: NodeProcess) -> None:
     assert node.address.encode() in _ucxkv("status", "--address", node.address).stdout
 
 
+def test_a_mistyped_cluster_is_not_made_by_who_asks(tmp_path: Path) -> None:
+    """Goal: a wrong path is told, not taken for an empty cluster. Method: each command that asks, a file that is not
+    there; it is not there afterwards either.
+    """
+    file = tmp_path / "typo.db"
+    url = f"sqlite://{file}"
+    for command in (("status", "-a", url), ("drain", "n1", "--cluster", url), ("elect", "--cluster", url)):
+        done = _ucxkv(*command)
+        assert done.returncode == 3, done
+        assert f"no file {file}" in done.stderr.decode()
+    assert not file.exists()
+
+
 def test_ctrl_c_while_the_command_loads_is_no_traceback() -> None:
     """Goal: exit code 130 and silence at any moment. Method: SIGINT comes when the commands' module is looked for."""
     code = (

@@ -45,15 +45,15 @@ async def _drain(url: str, node: str, *, is_draining: bool, timeout_s: float) ->
     from ucxkv.control.cluster import Cluster
 
     until = time.monotonic() + timeout_s
-    plane = await open_control(url)
+    plane = await open_control(url, may_make=False)
     try:
         cluster = await Cluster.open(plane)
         view = await cluster.view()
         names = {record.name for record in view.members}
-        if is_draining and not names - view.draining - {node}:
-            raise UsageError(f"no node is left to take what {node} holds; members: {_listed(names)}")
         if is_draining and node not in names and not _held(view, node):
             raise UsageError(f"there is no node {node} in this cluster; members: {_listed(names)}")
+        if is_draining and not names - view.draining - {node}:
+            raise UsageError(f"no node is left to take what {node} holds; members: {_listed(names)}")
         await cluster.set_draining(node, f"{getpass.getuser()}@{socket.gethostname()}", is_draining=is_draining)
         if not is_draining:
             return _held(view, node)

@@ -45,7 +45,7 @@ async def _elect(url: str, wanted: list[int] | None, node: str, *, accept_loss: 
     from ucxkv.control.cluster import Cluster
     from ucxkv.replication import Member, ShardConfig
 
-    plane = await open_control(url)
+    plane = await open_control(url, may_make=False)
     try:
         cluster = await Cluster.open(plane)
         view = await cluster.view()

@@ -252,7 +252,7 @@ class Cluster:
 
 async def registered_addresses(url: str, timeout_s: float) -> list[str]:
     """Where the nodes of the cluster at `url` are. Raises Unavailable when there is none, and as `open_control`."""
-    plane = await open_control(url, timeout_s=timeout_s)
+    plane = await open_control(url, timeout_s=timeout_s, may_make=False)
     try:
         entries, _ = await plane.list(MEMBERS)
     finally:

@@ -59,10 +59,13 @@ def parse_control_url(url: str) -> ControlUrl:
     raise _wrong(url, "it names no engine")
 
 
-async def open_control(url: str, *, clock: Clock | None = None, timeout_s: float = 5.0) -> ControlPlane:
-    """Open the control plane at `url`. clock: the holder's of leases. timeout_s: each call's deadline.
+async def open_control(
+    url: str, *, clock: Clock | None = None, timeout_s: float = 5.0, may_make: bool = True
+) -> ControlPlane:
+    """Open the control plane at `url`. clock: the holder's of leases. timeout_s: each call's deadline. may_make: a file
+    that is not there is made, as nodes do; who only asks would take a mistyped path for an empty cluster.
 
-    Raises SetupError (URL, file, missing client, wrong server) and Unavailable (etcd can't be reached).
+    Raises SetupError (URL, file, missing client, wrong server) and Unavailable (etcd can't be reached, no such file).
     """
     found = parse_control_url(url)
     clock = clock or SystemClock()
@@ -78,6 +81,10 @@ async def open_control(url: str, *, clock: Clock | None = None, timeout_s: float
     from ucxkv.control.sqlite import SqliteControl
 
     assert found.path is not None
+    if not may_make and found.path.parent.is_dir() and not found.path.exists():
+        raise errors.Unavailable(
+            f"there is no cluster at {url}: no file {found.path}; its first node makes it: ucxkv node --cluster {url}"
+        )
     return await SqliteControl.open(found.path, clock, timeout_s)
 
 
