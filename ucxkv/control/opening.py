@@ -83,7 +83,7 @@ async def open_control(
     assert found.path is not None
     if not may_make and found.path.parent.is_dir() and not found.path.exists():
         raise errors.Unavailable(
-            f"there is no cluster at {url}: no file {found.path}; its first node makes it: ucxkv node --cluster {url}"
+            f"no node is registered in {url}: there is no file {found.path}; start one with ucxkv node --cluster {url}"
         )
     return await SqliteControl.open(found.path, clock, timeout_s)
 
