@@ -15,6 +15,7 @@ from ucxkv.simulation.workload import NEVER, lay_out
 
 MOONCAKE = {"timestamp": 1500, "input_length": 1100, "output_length": 7, "hash_ids": [0, 1, 2]}
 SESSION = {"trace": 1, "block_size": 64, "tool_tokens": 64, "system_tokens": 64, "models": ["m"]}
+BAILIAN = {"chat_id": 1, "parent_chat_id": -1, "timestamp": 0, "input_length": 16, "hash_ids": [1]}
 
 
 def read(tmp_path: Path, *lines: object, **wish: object) -> Trace:
@@ -112,12 +113,29 @@ def test_sessions_start_by_the_seed_and_stand_by_their_times(tmp_path: Path) -> 
         ([SESSION, {"s": 2, "t": 0, "runs": [1, 2]}], "line 2: runs"),
         ([SESSION, {"s": 1, "t": 0, "runs": [1, 2, 3]}], "line 2: runs"),
         ([SESSION, {**SESSION, "block_size": 32}], "line 2: block_size"),
+        ([MOONCAKE, "[" * 100_000 + "\n"], "line 2: no JSON"),
+        ([{**SESSION, "models": 5}], "line 1: models"),
+        ([{**SESSION, "models": {"a": 1}}], "line 1: models"),
+        ([SESSION, {"s": 1, "t": 0, "runs": [0, 10**13]}], "line 2: runs"),
+        ([SESSION, {"s": 1, "t": 0, "runs": [2**63 - 1, 5]}], "line 2: runs"),
+        ([SESSION, {"s": 1, "t": 0, "runs": [0, 1 << 24] * 2}], "line 2: runs"),
+        ([BAILIAN, {**BAILIAN, "chat_id": 2, "parent_chat_id": [1]}], "line 2: parent_chat_id"),
     ],
 )
 def test_a_bad_line_is_refused_by_its_number(tmp_path: Path, lines: list[object], said: str) -> None:
     """Goal: an operator finds the line. Method: one wrong thing at a time; the message."""
     with pytest.raises(UsageError, match=said.replace("[", r"\[")):
         read(tmp_path, *lines)
+
+
+def test_times_further_apart_than_ticks_count_are_refused(tmp_path: Path) -> None:
+    """Goal: nanoseconds where milliseconds are expected are told, not a traceback. Method: an hour, in nanoseconds, and
+    the longest time that is counted."""
+    trace = read(tmp_path, MOONCAKE, {**MOONCAKE, "timestamp": 3600 * 10**9})
+    with pytest.raises(UsageError, match="apart"):
+        lay_out(trace.name, 512, schedule(trace))
+    longest = read(tmp_path, MOONCAKE, {**MOONCAKE, "timestamp": 496 * 86_400_000})
+    assert lay_out(longest.name, 512, schedule(longest)).ticks[-1] < 2**32 - 1
 
 
 def test_a_torn_archive_and_a_missing_file_are_usage_errors(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ Line = tuple[int, dict[str, Any]]
 
 _MOONCAKE_TOKENS, _VLLM_TOKENS, _LMCACHE_TOKENS = 512, 16, 64
 _CHARACTERS_A_TOKEN = 4
+_SESSION_BLOCKS_MAX = 1 << 24
+"""A few bytes of a line name any number of blocks: this bounds what they can make the reader allocate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class _File:
                         continue
                     try:
                         found = json.loads(line)
-                    except ValueError as exc:
+                    except (ValueError, RecursionError) as exc:
                         raise self.wrong(number, f"no JSON: {exc}") from exc
                     if not isinstance(found, dict):
                         raise self.wrong(number, f"a JSON object is expected, not {type(found).__name__}")
@@ -204,6 +206,8 @@ def _bailian(file: _File, lines: Iterator[Line], wish: _Wish) -> Trace:
         ids = file.chain_of_hashes(line, tokens, partial=wish.partial)
         chat = file.integer(line, "chat_id")
         above = line[1].get("parent_chat_id", -1)
+        if not isinstance(above, int | None):
+            raise file.wrong(line[0], f"parent_chat_id is {above!r}; a whole number is expected")
         session = sessions[chat] = sessions.get(above, len(sessions))
         if session % wish.every == 0:
             lengths = file.integer(line, "input_length"), file.integer(line, "output_length", 0)
@@ -250,7 +254,10 @@ def _sessions(file: _File, lines: Iterator[Line], wish: _Wish) -> Trace:
         if "runs" not in line[1]:
             session = file.integer(line, "trace")
             facts[session] = {name: file.integer(line, name) for name in ("block_size", "tool_tokens", "system_tokens")}
-            facts[session]["model"] = str((line[1].get("models") or [""])[0])
+            models = line[1].get("models") or [""]
+            if not isinstance(models, list):
+                raise file.wrong(line[0], f"models is {models!r}; a list of names is expected")
+            facts[session]["model"] = str(models[0])
             size = size or facts[session]["block_size"]
             if facts[session]["block_size"] != size or not size:
                 raise file.wrong(line[0], f"block_size is {facts[session]['block_size']}; one size, above 0, for all")
@@ -258,6 +265,8 @@ def _sessions(file: _File, lines: Iterator[Line], wish: _Wish) -> Trace:
         session, runs = file.integer(line, "s"), file.ids(line, "runs")
         if len(runs) % 2 or session not in facts:
             raise file.wrong(line[0], "runs are pairs of first id and length, after the line of their session")
+        if len(runs) and (int(runs.max()) > _SESSION_BLOCKS_MAX or int(runs[1::2].sum()) > _SESSION_BLOCKS_MAX):
+            raise file.wrong(line[0], f"runs name more than {_SESSION_BLOCKS_MAX} blocks of one session")
         if len(runs) and session % wish.every == 0:
             rows.setdefault(session, []).append((line, runs))
     used = 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ucxkv.errors import UsageError
 from ucxkv.keys import KeyArray
 from ucxkv.policy import TICKS_PER_S
 from ucxkv.simulation.traces import Ids, Request
@@ -18,6 +19,8 @@ from ucxkv.simulation.traces import Ids, Request
 __all__ = ["NEVER", "Workload", "keys_of", "lay_out"]
 
 NEVER = 1 << 62
+_SPAN_S_MAX = ((1 << 32) - 4) // TICKS_PER_S
+"""Policies keep times as 32 bits of ticks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,10 @@ class Workload:
 
 
 def lay_out(name: str, block_tokens: int, requests: Sequence[Request]) -> Workload:
-    """The workload of requests that are in order of their times and not none."""
+    """The workload of requests that are in order of their times and not none.
+
+    Raises UsageError where they lie further apart than ticks of 32 bits count, nearly 500 days.
+    """
     flat = np.concatenate([request.ids for request in requests])
     lengths = np.array([len(request.ids) for request in requests], np.int64)
     starts = np.append(0, np.cumsum(lengths))
@@ -76,6 +82,11 @@ def lay_out(name: str, block_tokens: int, requests: Sequence[Request]) -> Worklo
     above[starts[:-1]] = -1
     parents[ids] = above
     times = np.array([request.time_s for request in requests])
+    if (span_s := float(times[-1] - times[0])) > _SPAN_S_MAX:
+        raise UsageError(
+            f"{name}: the first and the last request are {span_s:.3g} s apart; at most {_SPAN_S_MAX:.3g} s are "
+            "simulated. Are its times in the unit that its format says?"
+        )
     ticks = 1 + ((times - times[0]) * TICKS_PER_S).astype(np.int64)
     sessions = np.array([request.session for request in requests], np.int64)
     return Workload(name, block_tokens, ids.astype(np.int64), starts, ticks, sessions, parents)
