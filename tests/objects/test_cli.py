@@ -70,6 +70,45 @@ def test_arrays_go_in_and_out_as_npy_files(address: str) -> None:
     assert run(address, "get", "array", "--npy").returncode == 2
 
 
+@pytest.mark.parametrize("value", [np.float32(3).reshape(()), np.array(["2026-12-01"], "M8[s]"), np.eye(3, order="F")])
+def test_arrays_of_any_plain_kind_keep_their_shape(address: str, value: np.ndarray) -> None:
+    """Goal: what comes back is what went in. Method: no axis, a type without a buffer format, Fortran order."""
+    file = io.BytesIO()
+    np.save(file, value)
+    done = run(address, "put", "any", "--npy", "--json", data=file.getvalue())
+    assert (done.returncode, done.stderr) == (0, b"") and json.loads(done.stdout)["bytes"] == value.nbytes
+    found = np.load(io.BytesIO(run(address, "get", "any", "--npy").stdout))
+    assert (found.dtype, found.shape) == (value.dtype, value.shape) and np.array_equal(found, value)
+
+
+def _claims(shape: tuple[int, ...]) -> bytes:
+    """The head of a .npy file of that shape, and no array."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": "<f8", "fortran_order": False, "shape": shape})
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("data", [b"PK\x03\x04 cut", b"PK\x05\x06" + bytes(18), _claims((1 << 50,)), b"\x93NUMPY"])
+def test_a_broken_npy_file_is_one_line_and_exit_code_2(address: str, data: bytes) -> None:
+    """Goal: no traceback. Method: archives that are cut or empty, an array that no memory holds, half a head."""
+    done = run(address, "put", "broken", "--npy", data=data)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and done.stdout == b""
+
+
+@pytest.mark.parametrize("older", ["nan", "inf", "-1"])
+def test_a_sweep_of_no_age_is_exit_code_2(address: str, older: str) -> None:
+    """Goal: no traceback, and nothing swept. Method: ages that are none."""
+    done = run(address, "sweep", "--older-than", older)
+    assert done.returncode == 2 and b"Traceback" not in done.stderr and done.stdout == b""
+
+
+def test_a_file_that_cannot_be_written_is_exit_code_2(address: str) -> None:
+    """Method: a folder that is not there."""
+    assert run(address, "put", "out", data=b"x").returncode == 0
+    done = run(address, "get", "out", "-o", "/does/not/exist")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     "arguments", [("put", "", "-"), ("get", ""), ("put", "x", "/does/not/exist"), ("put", "x", "--if-version", "7")]
 )

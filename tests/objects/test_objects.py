@@ -123,6 +123,11 @@ async def test_what_cannot_be_stored_is_refused_before_anything_happens(kv: ucxk
         await kv.objects.put(name, b"x", durable=True)
     with pytest.raises(ucxkv.UsageError, match="1 to 1024"):
         await kv.objects.get("")
+    with pytest.raises(ucxkv.UsageError, match="prefix"):
+        await kv.objects.list(b"x")  # type: ignore[arg-type]
+    for older in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ucxkv.UsageError, match="older_than_s"):
+            await kv.objects.sweep(older_than_s=older)
     found = await kv.objects.get(name)
     assert found is not None and found.value == b"kept" and found.info.version.number == 1
     await kv.objects.put(name, np.arange(9)[::2], gather=True)

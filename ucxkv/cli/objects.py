@@ -59,16 +59,17 @@ def put(
     path: PathOption = None,
 ) -> None:
     """Store a file under a name, in place of what was there. Exit code 1 when another version is there."""
-    value = _array_of(file) if npy else _bytes_of(file)
+    value: Any = _array_of(file) if npy else _bytes_of(file)
     expected = _expected(if_version)
     version = _run(
         lambda objects: objects.put(name, value, if_version=expected, durable=durable),
         address, token_file, timeout, path,
     )  # fmt: skip
+    nbytes = value.nbytes if npy else len(value)
     if as_json:
-        print(json.dumps({"name": name, "version": str(version), "bytes": memoryview(value).nbytes}))
+        print(json.dumps({"name": name, "version": str(version), "bytes": nbytes}))
     else:
-        print(f"{name} {version} {memoryview(value).nbytes} bytes")
+        print(f"{name} {version} {nbytes} bytes")
 
 
 @app.command("get")
@@ -82,6 +83,8 @@ def get(
     path: PathOption = None,
 ) -> None:
     """Write an object's bytes to a file or standard output. Exit code 1 when it is not there."""
+    from ucxkv.errors import UsageError
+
     found = _run(lambda objects: _read(objects, name, npy), address, token_file, timeout, path)
     if found is None:
         print(f"ucxkv: {name} is not stored", file=sys.stderr)
@@ -204,15 +207,19 @@ def _bytes_of(file: Path) -> bytes:
 
 def _array_of(file: Path) -> Any:
     import io
+    import zipfile
 
     import numpy as np
 
     from ucxkv.errors import UsageError
 
     try:
-        return np.ascontiguousarray(np.load(io.BytesIO(_bytes_of(file)), allow_pickle=False))
-    except (ValueError, EOFError) as exc:
+        found = np.load(io.BytesIO(_bytes_of(file)), allow_pickle=False)
+    except (ValueError, EOFError, MemoryError, zipfile.BadZipFile) as exc:
         raise UsageError(f"{file} is no .npy file of plain data: {exc}") from exc
+    if not isinstance(found, np.ndarray):
+        raise UsageError(f"{file} is an archive of arrays; put them one by one")
+    return np.asarray(found, order="C")  # ascontiguousarray would give an array without axes one
 
 
 def _write(file: Any, value: object, npy: bool) -> None:

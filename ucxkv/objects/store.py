@@ -183,8 +183,10 @@ class Objects:
     async def list(self, prefix: str = "", *, deadline_s: float | None = None) -> list[ObjectInfo]:
         """All objects whose names begin with `prefix`, by name. Looks through the keys of all blocks of all nodes.
 
-        Objects put or deleted meanwhile may be missing. Raises Unavailable, DeadlineExceeded.
+        Objects put or deleted meanwhile may be missing. Raises Unavailable, DeadlineExceeded, UsageError.
         """
+        if not isinstance(prefix, str):
+            raise errors.UsageError(f"a prefix of names is text, not {type(prefix).__name__}")
         deadline_ns = self._deadline(deadline_s, 0)
         names = {root.name async for root in self._roots(deadline_ns) if root.name.startswith(prefix)}
         turns = asyncio.Semaphore(_AT_ONCE)
@@ -230,8 +232,10 @@ class Objects:
         value and naming it, or between naming the next and removing the old one. How many.
 
         older_than_s: since when, by the clocks of who put them; a put that takes longer than that may be swept away
-        under its writer. Looks through the keys of all blocks of all nodes.
+        under its writer. Looks through the keys of all blocks of all nodes. Raises UsageError for an age that is none.
         """
+        if not 0 <= older_than_s < float("inf"):
+            raise errors.UsageError(f"older_than_s={older_than_s}; pass seconds, at least 0")
         deadline_ns = self._deadline(deadline_s, 0)
         before_ns = time.time_ns() - int(older_than_s * 1e9)
         removed = 0
