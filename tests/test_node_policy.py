@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -59,3 +61,22 @@ def test_without_a_disk_a_block_that_leaves_is_computed_again() -> None:
     assert isinstance(learner, TucPolicy)
     gains = learner._gain(np.array([0, 1000, 8000], np.int64))
     assert abs(gains[0] - 0.016) < 1e-3 and gains[0] < gains[1] < gains[2]
+
+
+@pytest.mark.parametrize(("name", "slot_bytes"), [("lru", 0), ("s3fifo", 17), ("tuc", 40)])
+def test_the_index_counts_what_a_learning_policy_keeps(name: Literal["lru", "s3fifo", "tuc"], slot_bytes: int) -> None:
+    """Goal: `index_bytes` is what the index takes. Method: by policy, the bytes beside the table against those that
+    Python's allocators gave out meanwhile, and against lru's."""
+    slots = 1 << 16
+    table = SlotTable(aligned(table_bytes(slots)), slots, epoch=1, seed=2)
+    lru, config = NodeConfig(policy="lru"), NodeConfig(policy=name)
+    without = NodePolicy(lru).directory(table, lru).side_bytes
+    memory, policy = aligned(table_bytes(slots)), NodePolicy(config)
+    tracemalloc.start()
+    try:
+        directory = policy.directory(SlotTable(memory, slots, epoch=1, seed=2), config)
+        allocated, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert directory.side_bytes <= allocated <= 1.05 * directory.side_bytes + 500_000
+    assert directory.side_bytes - without == pytest.approx(slot_bytes * slots, rel=0.01)

@@ -186,13 +186,14 @@ class Directory:
 
     @property
     def side_bytes(self) -> int:
-        """Bytes of the arrays beside the table, without a learner's own."""
+        """Bytes of the arrays beside the table, those of a learning policy included."""
         arrays = (*self.arrays.values(), *self.cold.arrays.values(), *self.offspring.arrays.values())
-        return self.ranking.depths.nbytes + sum(array.nbytes for array in arrays)
+        return self.ranking.side_bytes + sum(array.nbytes for array in arrays)
 
     def index_bytes_per_block(self) -> float:
         """Bytes of index memory for each block the table can hold, the header page and a learner's own left out."""
-        return (64 * (self.table.lines + self.table.capacity) + self.side_bytes) / self.table.capacity
+        side_bytes = self.side_bytes - self.ranking.side_bytes
+        return (64 * (self.table.lines + self.table.capacity) + side_bytes) / self.table.capacity
 
     def check(self) -> None:
         """Assert every invariant; slow, for tests and debug runs."""

@@ -78,6 +78,11 @@ class Ranking:
         """How many blocks may leave memory."""
         return len(self.policy) + len(self.new_leaves())
 
+    @property
+    def side_bytes(self) -> int:
+        """Bytes of the arrays that a learning policy needs, here and its own; 0 for one that ranks by order alone."""
+        return self.depths.nbytes + (self._learner.side_bytes if self._learner is not None else 0)
+
     def new_leaves(self) -> set[int]:
         """Blocks that nothing holds and that the policy has not been told of yet."""
         holds = self._directory.holds

@@ -88,7 +88,7 @@ METRIC_TEXTS: dict[str, str] = {
     "disk_decoded_bytes": "bytes of values that were decoded on their way back",
     "disk_writes_refused": "times that a block was to be written and the disk had no room or too much to do",
     "disk_too_long": "blocks that fit no datafile and stay in memory only",
-    "index_bytes": "bytes of the slot table and the directory's arrays",
+    "index_bytes": "bytes of the slot table, the directory's arrays and a learning policy's",
     "policy_lessons": "times that the eviction policy learned anew how likely blocks are used again",
     "policy_price": "prefill seconds saved per second by the block that left memory last, under tuc",
     "policy_repriced": "times that tuc took over measured costs of the disk",

@@ -117,6 +117,11 @@ class EvictionPolicy(Protocol):
 class LearningPolicy(EvictionPolicy, Protocol):
     """Keeps the leaves and learns from every use, also of blocks that are no leaves and of blocks that are gone."""
 
+    @property
+    def side_bytes(self) -> int:
+        """Bytes of its arrays, by slot and by remembered block; what it queues of leaves is left out."""
+        ...
+
     def tick(self, now: int) -> None:
         """The time, in ticks of `last_use`, of all calls until the next tick. It never goes back."""
         ...

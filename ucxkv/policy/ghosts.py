@@ -37,6 +37,8 @@ class Ghosts:
         self._used = view_of(self._last_use)
         self._turn = view_of(np.zeros(self._sets, np.uint8))
         """Of each set, the way that is written next."""
+        self.nbytes = self._names.nbytes + self._last_use.nbytes + self._facts.nbytes + self._turn.nbytes
+        """Of all its arrays."""
         self._count = 0
 
     def __len__(self) -> int:

@@ -53,6 +53,12 @@ class S3FifoPolicy:
         self._blocks = [0, 0]
         self._ghosts: OrderedDict[int, None] = OrderedDict()
 
+    @property
+    def side_bytes(self) -> int:
+        """Of its arrays; the names that it remembers come and go."""
+        arrays = (self._uses, self._home, self._cools, self._names, self._parents)
+        return sum(array.nbytes for array in arrays)
+
     def tick(self, now: int) -> None:
         """Nothing: order is all that counts here."""
 

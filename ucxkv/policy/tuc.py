@@ -98,6 +98,13 @@ class TucPolicy:
         self._order_time, self._order_pops, self._water_time = 0, 0, -1
         self._blocks, self._events, self._lesson_at = 0, 0, _LESSON_FIRST
 
+    @property
+    def side_bytes(self) -> int:
+        """Of its arrays, those of what it remembers included."""
+        small = (self._hits, self._kids, self._classes, self._steps, self._alive)
+        wide = (self._gains, self._positions, self._names, self._entry)
+        return self._ghosts.nbytes + sum(array.nbytes for array in (*small, *wide))
+
     # ---- what it learns
 
     def tick(self, now: int) -> None:
