@@ -51,9 +51,19 @@ def test_an_array_comes_back_as_it_was(value: np.ndarray) -> None:
     assert again.dtype == value.dtype and again.shape == value.shape and memory.nbytes == value.nbytes
 
 
+@pytest.mark.parametrize("value", [np.float32(2.5), np.int64(-7), np.bool_(True), np.datetime64("2026-12-01")])
+def test_a_number_of_numpys_is_an_array_without_axes(value: np.generic) -> None:
+    """Goal: its dtype is kept; as a buffer it would come back as bytes. Method: describe, allocate, compare."""
+    what = described(value)
+    assert (what.kind, what.dtype, what.shape) == (Kind.NUMPY, value.dtype.str, ())
+    assert bytes_of(what) == value.tobytes()
+    again, _ = destination(seal_of(what), None)
+    assert isinstance(again, np.ndarray) and again.dtype == value.dtype and again.shape == ()
+
+
 @pytest.mark.parametrize(
     "value",
-    [b"", b"abc", bytearray(9), memoryview(b"xy"), array.array("d", [1, 2])],
+    [np.bytes_(b"ab"), b"", b"abc", bytearray(9), memoryview(b"xy"), array.array("d", [1, 2])],
     ids=lambda value: f"{type(value).__name__}{len(value)}",
 )
 def test_bytes_are_bytes(value: Any) -> None:

@@ -96,7 +96,11 @@ def _described(value: Any, *, writable: bool, gather: bool) -> Described:
 
 
 def _as_array(value: Any) -> Any:
-    """Arrays of other libraries as numpy's, over the same memory; all else as it is."""
+    """Arrays of other libraries as numpy's, over the same memory; numpy's numbers as arrays without axes; all else as
+    it is.
+    """
+    if isinstance(value, np.generic) and not isinstance(value, bytes):
+        return np.asarray(value)
     is_foreign = hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray)
     if not is_foreign or hasattr(value, "__cuda_array_interface__"):
         return value
