@@ -125,6 +125,8 @@ def test_an_error_is_one_line(trace: Path, arguments: list[str], said: str, capf
         ('name = "nvme"', 'name = "host"', "two tiers"),
         ("prefill_tokens_per_s = 20000", "", "prefill_tokens_per_s"),
         ("prefill_tokens_per_s = 20000", "prefill_tokens_per_s = -1", "prefill_tokens_per_s"),
+        ("nodes = 3", "nodes = 1e17", "nodes"),
+        ("kv_bytes_per_token = 131072", "kv_bytes_per_token = 1e17", "kv_bytes_per_token"),
         ("[model]", "[model", "no TOML"),
         ("[[tier]]", "[[teir]]", "teir"),
     ],

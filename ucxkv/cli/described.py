@@ -40,6 +40,7 @@ HOST = Tier("host", 0.05, 40e9, 20e-6)
 
 _MODEL = ("name", "kv_bytes_per_token", "prefill_tokens_per_s", "prefill_slowdown_tokens")
 _CLUSTER = ("nodes", "placement", "link", "link_us")
+_NODES_MAX, _KV_BYTES_MAX = 100_000, 1 << 30
 _TIER = ("name", "capacity", "bandwidth", "latency_us")
 
 
@@ -88,7 +89,7 @@ def read_cluster(path: Path, *, model: str | None = None, nodes: int | None = No
         kind: Literal["chain", "shards"] = placement
         tiers = tuple(_tier(row, path) for row in rows) or (HOST,)
         of_model = model_named(model) if model is not None else _model(tables.get("model", {}), path)
-        count = nodes if nodes is not None else int(_number(about, "nodes", 1))
+        count = nodes if nodes is not None else int(_number(about, "nodes", 1, most=_NODES_MAX))
         return Cluster(of_model, tiers, count, kind, link)
     except UsageError as exc:
         raise SetupError(f"cluster {path}: {exc}") from exc
@@ -104,7 +105,7 @@ def _model(table: dict[str, Any], path: Path) -> Model:
             raise UsageError(f"[model] {key} is missing; a model of one's own needs it")
     token = 1.0 / _number(table, "prefill_tokens_per_s", 0.0, least=1e-9)
     slowdown = _number(table, "prefill_slowdown_tokens", 0.0)
-    kv_bytes = int(_number(table, "kv_bytes_per_token", 0.0, least=1))
+    kv_bytes = int(_number(table, "kv_bytes_per_token", 0.0, least=1, most=_KV_BYTES_MAX))
     return Model(name, kv_bytes, PrefillCost(token, token / slowdown if slowdown else 0.0))
 
 
@@ -119,10 +120,10 @@ def _tier(row: object, path: Path) -> Tier:
     return Tier(str(row["name"]), parse_capacity(str(row["capacity"])), _rate(row, "bandwidth", 0.0), latency)
 
 
-def _number(table: dict[str, Any], key: str, default: float, *, least: float = 0.0) -> float:
+def _number(table: dict[str, Any], key: str, default: float, *, least: float = 0.0, most: float = 1e18) -> float:
     value = table.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value < 1e18:
-        raise UsageError(f"{key} is {value!r}; a number, not below {least:g}, is expected")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+        raise UsageError(f"{key} is {value!r}; a number from {least:g} to {most:g} is expected")
     return float(value)
 
 
