@@ -243,6 +243,9 @@ async def test_wrong_use_of_sessions_is_refused_by_name(kv: ucxkv.Client) -> Non
     for ttl_s in (0, -1, float("inf"), float("nan")):
         with pytest.raises(UsageError, match="ttl_s"):
             kv.session("a", ttl_s=ttl_s)
+    for salt in (7, None, "\ud800"):
+        with pytest.raises(UsageError, match="salt"):
+            kv.session("a", salt=salt)  # type: ignore[arg-type]
     session = kv.session(name())
     with pytest.raises(UsageError, match="key 0"):
         await session.turn([b"short"])

@@ -40,6 +40,14 @@ def chain_of(what: Sequence | Keys) -> Chain:
     return Chain(as_key_array(what).copy())
 
 
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class Sessions:
     """The sessions of one client: one book, and one `Session` a name for as long as anybody holds it."""
 
@@ -54,6 +62,8 @@ class Sessions:
             raise UsageError(f"session id is {str(name)[:40]!r}; pass text of 1 to 1024 characters")
         if not 0 < ttl_s < float("inf"):
             raise UsageError(f"ttl_s={ttl_s}; pass seconds above 0")
+        if not isinstance(salt, str) or not _is_utf8(salt):
+            raise UsageError(f"salt is {salt!r}; pass text that UTF-8 can encode")
         key = session_key(name, salt)
         known = self._sessions.get(key)
         if known is None:
