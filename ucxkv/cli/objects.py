@@ -83,7 +83,6 @@ def get(
     path: PathOption = None,
 ) -> None:
     """Write an object's bytes to a file or standard output. Exit code 1 when it is not there."""
-    from ucxkv.errors import UsageError
 
     found = _run(lambda objects: _read(objects, name, npy), address, token_file, timeout, path)
     if found is None:
