@@ -17,6 +17,7 @@ class WatchedPolicy:
     """
 
     rule = "watched"
+    side_bytes = 0
 
     def __init__(self, links: LeafLinks) -> None:
         self.lru = LruPolicy(links)

@@ -41,7 +41,7 @@ async def cold_chain(node: Node, kv: ucxkv.Client, count: int, seed: int) -> tup
     await put_all(kv, chain, values)
     await wait_until(lambda: on_disk(kv), "all copies to be written")
     make_cold(node)
-    await wait_until(lambda: not node.store.leaving_bytes(), "memory to be free")
+    await wait_until(lambda: not node.store.room.leaving_bytes(), "memory to be free")
     return chain, values
 
 
