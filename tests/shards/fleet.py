@@ -75,8 +75,6 @@ class Fleet:
         self.net: deque[tuple[str, str, Any]] = deque()
         self.history: list[dict[int, bytes]] = [{} for _ in range(SHARDS)]
         """By index: the record that was applied (b"" of a leader's first)."""
-        self.leaves: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
-        """By key: the highest index of a Leave of it that anybody's log ever had."""
         self._turns: dict[bytes, int] = {}
         self.sure: dict[bytes, bytes | None] = {}
         """What was acknowledged last, and nothing was begun since: the value, None: deleted."""
@@ -290,12 +288,13 @@ class Fleet:
             said = entry.record if entry.kind is Kind.RECORD else b""
             assert self.history[number].setdefault(entry.index, said) == said, "two histories"
 
-    def said(self, number: int, effect: ev.Persist) -> None:
-        for entry in effect.entries:
-            said = read_record(entry.record) if entry.kind is Kind.RECORD else b""
-            if isinstance(said, bytes):
-                for at in range(0, len(said), 16):
-                    self.leaves[number][said[at : at + 16]] = entry.index
+    def leaves_later(self, number: int, key: bytes, index: int) -> bool:
+        """Whether a Leave of this block behind that entry was applied by anybody, or is in anybody's log now."""
+        logs = [life.shards.shards[number].pending for life in self.lives.values()]
+        left = [logged.keys for log in logs for at, logged in log.items() if at > index]
+        later = [record for at, record in self.history[number].items() if at > index and record]
+        left += [said for said in map(read_record, later) if isinstance(said, bytes)]
+        return any(key in _keys(keys) for keys in left)
 
     def fold(self, number: int, watermark: int) -> dict[bytes, tuple[int, int]]:
         """Key -> (sum, length) after this entry."""
@@ -304,8 +303,8 @@ class Fleet:
             record = self.history[number][index]
             said = read_record(record) if record else b""
             if isinstance(said, bytes):
-                for at in range(0, len(said), 16):
-                    state.pop(said[at : at + 16], None)
+                for key in _keys(said):
+                    state.pop(key, None)
             else:
                 assert not isinstance(said, int)
                 for row in said:
@@ -359,7 +358,7 @@ class Fleet:
         total, length = expected
         if row["region"] == ABSENT_REGION:
             is_known = key in self.damaged or life.is_leftover(life.shards.shards[number])
-            assert is_known or self.leaves[number].get(key, 0) >= index, (
+            assert is_known or self.leaves_later(number, key, index), (
                 f"{life.name}/{number}: entry {index} has a block without its value, and no Leave is on its way"
             )
             return
@@ -404,3 +403,7 @@ class Fleet:
             if any(shard.replica.role not in (Role.LEADER, Role.FOLLOWER) for shard in shards):
                 return False
         return not self.waiting
+
+
+def _keys(raw: bytes) -> list[bytes]:
+    return [raw[at : at + 16] for at in range(0, len(raw), 16)]

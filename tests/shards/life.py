@@ -127,17 +127,13 @@ class TimedShards(Shards):
             self._watch(shard)
 
     def _watch(self, shard: Shard) -> None:
-        apply, persist = shard._apply, shard._persist
+        apply = shard._apply
 
         def applied(effect: ev.Apply) -> None:
             self.life.fleet.applied(shard.number, effect)
             apply(effect)
 
-        def persisted(effect: ev.Persist) -> None:
-            self.life.fleet.said(shard.number, effect)
-            persist(effect)
-
-        shard._apply, shard._persist = applied, persisted  # type: ignore[method-assign]
+        shard._apply = applied  # type: ignore[method-assign]
 
     def persist(self, shard: Shard, serial: int, records: list[bytes]) -> None:
         self.life.persist(shard, serial, records)
