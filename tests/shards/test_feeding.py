@@ -178,6 +178,20 @@ async def test_values_that_are_gone_are_said_to_be(story: Story) -> None:
     assert story.link.copied == [[KEYS[1], KEYS[2]]]
 
 
+async def test_no_message_names_one_value_twice(story: Story) -> None:
+    """Goal: what is gone of one entry is not said to be gone of another, that has the same bytes. Method: a block that
+    was put, deleted and put again, the first value is gone: sent behind its values, and once more when they are there.
+    """
+    story.entries(commits_of(1, 1, (0, 5, 1)), leaves_of(2, 1, 0), commits_of(3, 1, (0, 5, 1)))
+    del story.leader.places[1, KEYS[0]]
+    for _ in range(2):
+        story.feeder.send(story.append(1, 3))
+        await story.rest()
+    assert story.said() == [story.append(1, 2), story.append(3, 3)] * 2
+    assert [told.gone for told in story.told] == [gone_name(KEYS[0], 1), b""] * 2
+    assert story.link.copied == [[KEYS[0]]]
+
+
 async def test_a_snapshot_asks_first_what_is_there(story: Story) -> None:
     """Goal: what a member kept is not copied. Method: it has one of two values."""
     story.link.there = {KEYS[1]}

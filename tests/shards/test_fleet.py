@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,6 +97,40 @@ def lacks(pair: Fleet, key: bytes) -> set[int]:
             if ABSENT_REGION in [row["region"] for row in shard.standby.rows() if row["key"].tobytes() == key]:
                 out.add(shard.applied.index)
     return out
+
+
+def test_a_block_that_was_put_again_is_on_a_follower_that_is_sent_the_first_put_again(pair: Fleet) -> None:
+    """Goal: "gone" is said of one entry's value, and not of the same bytes put again later. Method: a block is put and
+    deleted while the follower is away, and put again when both are on their way to it, in a message that is lost; then
+    an answer of the follower's from before comes late, and it is sent all three. After that it alone is left."""
+    left_behind(pair)
+    leader, follower = pair.lives["a"], pair.lives["b"]
+    pair.put("a", 0, 0, 1)
+    pair.advance(50)
+    pair.delete("a", 0, 0)
+    pair.advance(50)
+    follower.is_cut = False
+    answers: list[tuple[str, str, Any]] = []
+    while len(answers) < 2:
+        pair.advance(50, messages=0)
+        pair.net = deque(sorted(pair.net, key=lambda one: one[0]))
+        pair.deliver(sum(one[0] == "a" for one in pair.net))
+        answers += [one for one in pair.net if one[0] == "b" and one[2].shard == 0]
+        pair.net.clear()
+    pair.net = deque(answers[1:])
+    pair.deliver(1)
+    pair.put("a", 0, 0, 1)
+    pair.deliver(1)
+    assert follower.shards.shards[0].applied.index == 3
+    pair.net = deque(answers[:1])
+    pair.deliver(2)
+    pair.check()
+    pair.heal()
+    assert pair.sure[CHAINS[0][0]] is not None
+    leader.is_cut = True
+    pair.advance(6000)
+    pair.check()
+    assert follower.serves(0) and CHAINS[0][0] in follower.visible()
 
 
 def test_a_block_without_its_value_and_without_a_leave_behind_it_is_noticed(pair: Fleet) -> None:

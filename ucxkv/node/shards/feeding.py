@@ -2,6 +2,7 @@
 
 Invariants
   - Messages that name values go out in their order, and only when these values are there, or are gone from here.
+  - No message names one value twice (a block that was put again): "gone" is said of a name, and means one entry's.
   - A member that waits for values hears of its leader all the same: heartbeats do not queue behind values.
   - Bounded: what does not fit the queue is dropped, as a message may be; the replica sends it again.
 """
@@ -79,8 +80,11 @@ class Feeder:
                         message.sender, message.epoch, replica.watermark, epoch, [], message.watermark, message.serial
                     )
                 )
-        elif not isinstance(message, Append | SnapshotPart) or (not self._queue and not self._lacking(message)):
+        elif not isinstance(message, Append | SnapshotPart):
             self._say(message)
+        elif not self._queue and not self._lacking(message):
+            for part in _parts(message):
+                self._say(part)
         else:
             for part in _parts(message):
                 if len(self._queue) < _QUEUE_MAX and not any(self._is_same(part, one) for one in self._queue):
@@ -197,19 +201,24 @@ class Feeder:
 
 
 def _parts(message: Append | SnapshotPart) -> Iterator[Append | SnapshotPart]:
-    """The message, or several that say the same, each with values of about `_VALUES_BYTES` or one entry."""
+    """The message, or several that say the same, each with values of about `_VALUES_BYTES` or one entry, none of them
+    twice."""
     if isinstance(message, SnapshotPart):
         yield message  # its values are taken as they come
         return
     entries: list[bytes] = []
+    names: set[bytes] = set()
     size, prev, last = 0, (message.prev_index, message.prev_epoch), (0, 0)
     for raw in message.entries:
         entry = decode_entry(raw)
-        nbytes = int(commit_rows(entry)["length"].sum(dtype=np.uint64))
-        if entries and size + nbytes > _VALUES_BYTES:
+        rows = commit_rows(entry)
+        nbytes = int(rows["length"].sum(dtype=np.uint64))
+        named = {name for name, _, _ in _named(rows)}
+        if entries and (size + nbytes > _VALUES_BYTES or not names.isdisjoint(named)):
             yield Append(message.sender, message.epoch, *prev, entries, message.watermark, message.serial)
-            entries, size, prev = [], 0, last
+            entries, names, size, prev = [], set(), 0, last
         entries.append(raw)
+        names |= named
         size, last = size + nbytes, (entry.index, entry.epoch)
     yield Append(message.sender, message.epoch, *prev, entries, message.watermark, message.serial)
 
