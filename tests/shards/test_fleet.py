@@ -207,6 +207,25 @@ def test_a_block_that_went_bad_while_it_became_durable_has_its_memory_once(pair:
     assert not life.shards.shards[0].rows().size
 
 
+def test_a_block_is_put_again_while_it_is_staged_below_one_that_went_bad(pair: Fleet) -> None:
+    """Goal: such a put is refused until the log has the first, and leaves nothing behind that the shard trips over.
+    Method: a block is on its way, its parent is found damaged, the block is put again; then both anew."""
+    leader = pair.lives["a"]
+    pair.put("a", 0, 0, 1)
+    pair.advance(500)
+    pair.put("a", 0, 1, 1)
+    pair.damage("a", 0, 0)
+    assert CHAINS[0][1] in leader.store.directory.durable.staged
+    pair.put("a", 0, 1, 1)
+    pair.check()
+    pair.advance(500)
+    for at in range(2):
+        pair.put("a", 0, at, 2)
+        pair.advance(500)
+    pair.heal()
+    assert not leader.resigned and {*CHAINS[0][:2]} <= leader.visible()
+
+
 def test_a_block_is_there_once_when_its_leave_was_never_logged(pair: Fleet) -> None:
     """Goal: state and log agree on a block that was lost and put again. Method: damage, when the log takes no more;
     then the same block anew."""

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["ShardWrites"]
 
 _KEY = 16
+_NO_LOG = -1
+"""Of a put of nothing that is here: what is staged under these keys, below a block that is gone, is of no such log."""
 
 
 class ShardWrites(Staging):
@@ -75,8 +77,8 @@ class ShardWrites(Staging):
 
     def _put(self, shard: Shard | None, request: m.Put, offsets: list[int], now_ns: int) -> asyncio.Future[Outcome]:
         try:
-            staged = self.stage(request, offsets, 0 if shard is None else shard.number, now_ns)
-        except ValueError as exc:  # what is staged has this key in another chain than the put does; nothing has changed
+            staged = self.stage(request, offsets, _NO_LOG if shard is None else shard.number, now_ns)
+        except ValueError as exc:  # what is staged has this key in another chain, or in none; nothing has changed
             self._store.slabs.free(offsets)
             raise errors.Overloaded(f"what is on its way must settle first: {exc}", retry_after_s=0.05) from exc
         if isinstance(staged, bytes):
