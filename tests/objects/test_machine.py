@@ -153,7 +153,7 @@ class ObjectMachine(RuleBasedStateMachine):
             self.run(self.clients[0].objects.delete(name))
         left = self.run(self.clients[0].list_keys())
         assert not left or self.is_cut
-        self.run(self.clients[0].objects.sweep(older_than_s=-60))
+        self.run(self.clients[0].objects.sweep(older_than_s=0))
         self.run(self.clients[0].delete([info.key for info in self.run(self.clients[0].list_keys())]))
         for kv in self.clients:
             self.run(kv.aclose())
