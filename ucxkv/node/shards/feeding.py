@@ -203,8 +203,8 @@ class Feeder:
 def _parts(message: Append | SnapshotPart) -> Iterator[Append | SnapshotPart]:
     """The message, or several that say the same, each with values of about `_VALUES_BYTES` or one entry, none of them
     twice."""
-    if isinstance(message, SnapshotPart):
-        yield message  # its values are taken as they come
+    if isinstance(message, SnapshotPart) or len(message.entries) < 2:
+        yield message  # a snapshot's values are taken as they come
         return
     entries: list[bytes] = []
     names: set[bytes] = set()
