@@ -199,6 +199,9 @@ class Fleet:
                 raise errors.NotLeader("wait")
             if not durable:
                 life.store.put(life.session, request, self.clock.now_ns)
+                self._turn_of(key)
+                if self.sure.get(key) is None:  # deleted or not: a put below it makes it durable
+                    self.sure.pop(key, None)
                 return
             future = life.shards.writes.put(session, request, self.clock.now_ns)
         except errors.UcxKvError:

@@ -207,6 +207,20 @@ def test_a_block_that_went_bad_while_it_became_durable_has_its_memory_once(pair:
     assert not life.shards.shards[0].rows().size
 
 
+def test_a_deleted_block_that_was_put_for_the_cache_is_durable_with_the_one_below_it(pair: Fleet) -> None:
+    """Goal: the delete of before says nothing of it. Method: put, deleted, put for the cache, then a durable child."""
+    pair.put("a", 0, 0, 1)
+    pair.advance(500)
+    pair.delete("a", 0, 0)
+    pair.advance(500)
+    pair.check()
+    assert pair.sure[CHAINS[0][0]] is None
+    pair.put("a", 0, 0, 1, durable=False)
+    pair.put("a", 0, 1, 1)
+    pair.heal()
+    assert pair.sure.keys() == {CHAINS[0][1]} and len(pair.lives["b"].shards.shards[0].standby) == 2
+
+
 def test_a_block_is_put_again_while_it_is_staged_below_one_that_went_bad(pair: Fleet) -> None:
     """Goal: such a put is refused until the log has the first, and leaves nothing behind that the shard trips over.
     Method: a block is on its way, its parent is found damaged, the block is put again; then both anew."""
