@@ -66,8 +66,8 @@ CHAINS = [chain_of(shard, 5) for shard in range(SHARDS)]
 
 
 def value_of(key: bytes, version: int) -> bytes:
-    """Versions 0 and 1 differ in bytes, 2 in length too."""
-    return (key[:2] + bytes([version])) * (30 if version < 2 else 1500)
+    """Versions 0 and 1 differ in bytes, 2 in length too; no value is a part of another key's."""
+    return (key[:2] + bytes([version, 255])) * (30 if version < 2 else 1500)
 
 
 class Clock:
