@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import ucxkv
@@ -109,6 +109,7 @@ def test_no_payload_of_any_type_kills_the_node(victim: NodeProcess, batch: list[
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batch=st.lists(messages(), min_size=1, max_size=20), role=st.sampled_from(["client", "node"]))
+@example(batch=[m.Warm(b"", 0), m.Warm(b"", 1000)], role="client")
 def test_every_well_formed_request_is_answered_or_refused(victim: NodeProcess, batch: list[Message], role: str) -> None:
     """Goal: no request is forgotten or ends in a traceback. Method: any values; the log is searched afterwards."""
     unanswered = (

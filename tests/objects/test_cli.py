@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,9 +24,10 @@ def address() -> Iterator[str]:
 
 
 def run(address: str, *arguments: str, data: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    """One command."""
+    """One command, its output in a pipe with a buffer before it as anywhere."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     words = [sys.executable, "-m", "ucxkv", "object", *arguments, "--address", address]
-    return subprocess.run(words, input=data, capture_output=True, timeout=60)
+    return subprocess.run(words, input=data, capture_output=True, timeout=60, env=env)
 
 
 def test_objects_go_in_and_out_through_the_command(address: str, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -83,7 +84,6 @@ def get(
     path: PathOption = None,
 ) -> None:
     """Write an object's bytes to a file or standard output. Exit code 1 when it is not there."""
-
     found = _run(lambda objects: _read(objects, name, npy), address, token_file, timeout, path)
     if found is None:
         print(f"ucxkv: {name} is not stored", file=sys.stderr)
@@ -225,7 +225,8 @@ def _write(file: Any, value: object, npy: bool) -> None:
     if npy:
         import numpy as np
 
-        np.save(file, value, allow_pickle=False)  # type: ignore[arg-type]
+        # an object that can only write: of a real file numpy asks the position, and a pipe has none
+        np.save(SimpleNamespace(write=file.write), value, allow_pickle=False)  # type: ignore[arg-type]
     else:
         file.write(value)
 

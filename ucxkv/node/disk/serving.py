@@ -150,7 +150,7 @@ class DiskRequests:
         if count:
             self._waiting[session.id] = count
         else:
-            del self._waiting[session.id]
+            self._waiting.pop(session.id, None)  # a request may name no key at all
 
     def _is_too_much(self, session: Session, keys: bytes) -> bool:
         before = self._waiting.get(session.id, 0)
